@@ -1,0 +1,1 @@
+"""Region-aware KV-cache memory for LLM agents."""
