@@ -1,0 +1,152 @@
+"""What a policy is: a pure function from the kept tokens to a score per token."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from memdecay.errors import PolicyError
+from memdecay.regions import Profile
+
+NEEDS = frozenset({"attention", "labels", "replay"})
+"""What a policy may ask for; `replay` is reserved for a later engine."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The kept tokens of one sequence, in slot order, which is not the order of positions.
+
+    Args:
+        position: (kv_len,) int64, true position in the sequence; no two are equal.
+        region: (kv_len,) int64, index into the profile.
+        span: (kv_len,) int64, the message part a token came from, increasing with time.
+        inserted_at: (kv_len,) float32, clock reading at arrival, in steps.
+        num_observed: (kv_len,) int32, observations that have covered the token so far.
+        now: clock reading, in steps.
+        seq_len: tokens seen so far, kept or not.
+        state: the policy's own columns, name -> (kv_len,) float32.
+    """
+
+    position: Tensor
+    region: Tensor
+    span: Tensor
+    inserted_at: Tensor
+    num_observed: Tensor
+    now: float
+    seq_len: int
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def kv_len(self) -> int:
+        """The number of kept tokens."""
+        return self.position.shape[0]
+
+    def first(self, count: int) -> Tensor:
+        """Return (kv_len,) bool: the first `count` positions of the sequence (the sinks)."""
+        return self.position < count
+
+    def latest(self, count: int) -> Tensor:
+        """Return (kv_len,) bool: the last `count` positions of the sequence (the window)."""
+        return self.position >= self.seq_len - count
+
+
+class Policy(abc.ABC):
+    """What to forget first: a score for every kept token; higher stays.
+
+    A policy is a frozen dataclass whose fields are its parameters, checked when it is made. It
+    holds no state, changes none of its inputs and selects nothing: what it remembers of a token
+    is in the columns it declares, and pages, pins and the budget are `memdecay.policy.pages`.
+    One instance may serve any number of sessions.
+    """
+
+    name: ClassVar[str]
+    """The name of its entry point."""
+    summary: ClassVar[str]
+    """One line, for `memdecay policies` and the docs."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Of "attention" (then `observe` is called) and "labels" (then pinned regions are held)."""
+    bounded: ClassVar[bool] = True
+    """False for a policy that never evicts and so runs without a budget."""
+    columns: ClassVar[Mapping[str, float]] = {}
+    """Per-token state: column name -> its value for a token that has just arrived."""
+
+    def on_insert(self, tokens: Tokens) -> Mapping[str, Tensor]:
+        """Return the columns of tokens that have just arrived, where they are not the constant.
+
+        Args:
+            tokens: only the new tokens, their columns at the constants.
+
+        Returns:
+            column name -> (new tokens,) float32; columns left out keep their constant.
+        """
+        return {}
+
+    def observe(
+        self, tokens: Tokens, attention_mass: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        """Return the columns after an observation of attention; nothing is mutated.
+
+        Args:
+            tokens: all kept tokens; `num_observed` does not count this observation yet.
+            attention_mass: (kv_len,) float32, share of one query's attention, averaged over
+                heads, layers and the query window.
+            profile: the region policies.
+
+        Returns:
+            column name -> (kv_len,) float32; columns left out stay as they are.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return (kv_len,) float32, finite: how much each token deserves to stay; no mutation."""
+
+    def protected(self, tokens: Tokens, profile: Profile) -> Tensor | None:
+        """Return (kv_len,) bool, tokens to evict only when nothing else is left, or None.
+
+        Sinks and recent windows go here. A protection is never a big number in the score.
+        """
+        return None
+
+
+def check_parameter(
+    policy: Policy,
+    parameter: str,
+    *,
+    minimum: float = 0,
+    below: float = math.inf,
+    integer: bool = False,
+) -> None:
+    """Refuse a parameter of a policy that is not a number in `minimum <= value < below`.
+
+    Raises:
+        PolicyError: one sentence with the policy, the parameter, its value and what is allowed.
+    """
+    value = getattr(policy, parameter)
+    allowed = f"{'an integer' if integer else 'a number'} of at least {minimum:g}"
+    if below < math.inf:
+        allowed += f" and below {below:g}"
+    kinds = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not minimum <= value < below:
+        raise PolicyError(
+            f"{parameter} of policy {policy.name!r} is {value!r}, but it must be {allowed}."
+        )
+
+
+def check_choice(policy: Policy, parameter: str, choices: tuple[str, ...]) -> None:
+    """Refuse a parameter of a policy that is not one of `choices`.
+
+    Raises:
+        PolicyError: one sentence with the policy, the parameter, its value and what is allowed.
+    """
+    value = getattr(policy, parameter)
+    if value not in choices:
+        raise PolicyError(
+            f"{parameter} of policy {policy.name!r} is {value!r}, "
+            f"but it must be one of {', '.join(choices)}."
+        )

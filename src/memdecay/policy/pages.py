@@ -1,0 +1,142 @@
+"""Pages and the budget: equation (5) and Algorithm 1 of the paper, for every policy.
+
+A policy scores tokens; here the scores become pages to evict, under pins. Nothing is mutated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memdecay.errors import BudgetError, PolicyError
+from memdecay.policy.base import Policy, Tokens
+from memdecay.regions import Profile
+
+
+def page_scores(score: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
+    """Return the mean score of the tokens of each page, equation (5): S_p = 1/|p| Σ s_i.
+
+    Args:
+        score: s, (kv_len,) float32.
+        page_index: (kv_len,) int64, the page of each token; pages are numbered in the order of
+            their first positions, and none is empty.
+        num_pages: number of pages.
+
+    Returns:
+        S_p, (num_pages,) float64: in that precision the sum of a page does not depend on the
+        order of the slots, so a permuted cache evicts the same tokens.
+    """
+    counts = torch.bincount(page_index, minlength=num_pages)
+    return torch.bincount(page_index, weights=score.double(), minlength=num_pages) / counts
+
+
+def select(page_score: Tensor, page_tokens: Tensor, page_protected: Tensor, excess: int) -> Tensor:
+    """Choose the pages to evict, lines 5-10 of Algorithm 1: lowest score first until enough.
+
+    Args:
+        page_score: S_p, (num_pages,) float.
+        page_tokens: (num_pages,) int64, tokens in each page.
+        page_protected: (num_pages,) bool, pages that stay.
+        excess: tokens to free, |K_t| - B.
+
+    Returns:
+        (num_pages,) bool, pages to evict; of equal scores the older page goes first.
+
+    Raises:
+        BudgetError: the unprotected pages together hold fewer than `excess` tokens.
+    """
+    evicted = torch.zeros_like(page_protected)
+    if excess <= 0:
+        return evicted
+    candidates = torch.nonzero(~page_protected).squeeze(1)
+    order = candidates[torch.sort(page_score[candidates], stable=True).indices]
+    freed = torch.cumsum(page_tokens[order], dim=0)
+    available = int(freed[-1]) if len(freed) else 0
+    if available < excess:
+        raise BudgetError(
+            f"The budget is {excess - available} tokens too small: {excess} must be freed, but "
+            f"only {available} are in pages that are neither pinned nor being filled."
+        )
+    evicted[order[freed - page_tokens[order] < excess]] = True
+    return evicted
+
+
+def plan_eviction(
+    tokens: Tokens,
+    policy: Policy,
+    profile: Profile,
+    *,
+    page_index: Tensor,
+    num_pages: int,
+    pinned: Tensor,
+    excess: int,
+    open_page: int | None,
+) -> Tensor:
+    """Choose the tokens to evict so that at least `excess` are freed: lines 3-10 of Algorithm 1.
+
+    Whole pages go, lowest mean score first. A page with a pinned token stays, and so does the
+    page being filled. Pages that the policy would rather keep go last.
+
+    Args:
+        tokens: the kept tokens, in slot order.
+        policy: scores them.
+        profile: the region policies; pinned regions count if the policy needs labels.
+        page_index: (kv_len,) int64, the page of each token; pages are numbered from 0 in the
+            order of their first positions, and none is empty.
+        num_pages: number of pages.
+        pinned: (kv_len,) bool, tokens pinned by span.
+        excess: tokens to free; at most 0 evicts nothing.
+        open_page: the page being filled, or None.
+
+    Returns:
+        (kv_len,) bool, tokens to evict.
+
+    Raises:
+        BudgetError: pins and the page being filled leave too little to evict.
+        PolicyError: the policy never evicts, or its score is not a finite float32 per token.
+    """
+    if excess <= 0:
+        return torch.zeros_like(pinned)
+    if not policy.bounded:
+        raise PolicyError(f"Policy {policy.name!r} never evicts, so it cannot keep a budget.")
+    page_tokens = torch.bincount(page_index, minlength=num_pages)
+    page_score = page_scores(_checked(policy, tokens, profile), page_index, num_pages)
+    if not bool(torch.isfinite(page_score).all()):
+        raise PolicyError(
+            f"Policy {policy.name!r} scored a token NaN or infinite, but a score must be finite; "
+            f"the attention it observed may be NaN."
+        )
+
+    held = pinned
+    if "labels" in policy.needs and any(profile.pinned):
+        held = held | profile.tensors(pinned.device)[2][tokens.region]
+    must_stay = _pages_of(held, page_index, num_pages)
+    if open_page is not None:
+        must_stay[open_page] = True
+
+    preferred = policy.protected(tokens, profile)
+    if preferred is None:
+        return select(page_score, page_tokens, must_stay, excess)[page_index]
+    stays = must_stay | _pages_of(preferred, page_index, num_pages)
+    free = int(page_tokens[~stays].sum())
+    if free >= excess:
+        return select(page_score, page_tokens, stays, excess)[page_index]
+    evicted = ~stays | select(page_score, page_tokens, must_stay | ~stays, excess - free)
+    return evicted[page_index]
+
+
+def _checked(policy: Policy, tokens: Tokens, profile: Profile) -> Tensor:
+    score = policy.score(tokens, profile)
+    if score.shape != tokens.position.shape or score.dtype != torch.float32:
+        raise PolicyError(
+            f"Policy {policy.name!r} returned a score of shape {tuple(score.shape)} and "
+            f"{score.dtype}, but it must be {tuple(tokens.position.shape)} and torch.float32."
+        )
+    return score
+
+
+def _pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
+    """Return (num_pages,) bool: the pages that hold at least one chosen token."""
+    pages = torch.zeros(num_pages, dtype=torch.bool, device=page_index.device)
+    pages[page_index[chosen]] = True
+    return pages
