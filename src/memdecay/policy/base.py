@@ -82,7 +82,8 @@ class Policy(abc.ABC):
             tokens: only the new tokens, their columns at the constants.
 
         Returns:
-            column name -> (new tokens,) float32; columns left out keep their constant.
+            column name -> (new tokens,) float32; columns left out keep their constant. It may be
+            an argument itself, so the caller copies.
         """
         return {}
 
@@ -98,7 +99,8 @@ class Policy(abc.ABC):
             profile: the region policies.
 
         Returns:
-            column name -> (kv_len,) float32; columns left out stay as they are.
+            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
+            argument itself, so the caller copies.
         """
         return {}
 

@@ -48,16 +48,21 @@ def select(page_score: Tensor, page_tokens: Tensor, page_protected: Tensor, exce
     evicted = torch.zeros_like(page_protected)
     if excess <= 0:
         return evicted
-    candidates = torch.nonzero(~page_protected).squeeze(1)
-    order = candidates[torch.sort(page_score[candidates], stable=True).indices]
-    freed = torch.cumsum(page_tokens[order], dim=0)
-    available = int(freed[-1]) if len(freed) else 0
+    pages = torch.nonzero(~page_protected).squeeze(1)
+    available = int(page_tokens[pages].sum())
     if available < excess:
         raise BudgetError(
             f"The budget is {excess - available} tokens too small: {excess} must be freed, but "
             f"only {available} are in pages that are neither pinned nor being filled."
         )
-    evicted[order[freed - page_tokens[order] < excess]] = True
+    # A heap would pop few pages; here only those that can be among the few are sorted.
+    enough = -(-excess // int(page_tokens[pages].min()))
+    if enough < len(pages):
+        candidate_score = page_score[pages]
+        pages = pages[candidate_score <= torch.kthvalue(candidate_score, enough).values]
+    pages = pages[torch.sort(page_score[pages], stable=True).indices]
+    freed_before = torch.cumsum(page_tokens[pages], dim=0) - page_tokens[pages]
+    evicted[pages[freed_before < excess]] = True
     return evicted
 
 
@@ -109,20 +114,20 @@ def plan_eviction(
 
     held = pinned
     if "labels" in policy.needs and any(profile.pinned):
-        held = held | profile.tensors(pinned.device)[2][tokens.region]
+        held = held | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
     must_stay = _pages_of(held, page_index, num_pages)
     if open_page is not None:
         must_stay[open_page] = True
 
     preferred = policy.protected(tokens, profile)
     if preferred is None:
-        return select(page_score, page_tokens, must_stay, excess)[page_index]
+        return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
     stays = must_stay | _pages_of(preferred, page_index, num_pages)
     free = int(page_tokens[~stays].sum())
     if free >= excess:
-        return select(page_score, page_tokens, stays, excess)[page_index]
+        return select(page_score, page_tokens, stays, excess).index_select(0, page_index)
     evicted = ~stays | select(page_score, page_tokens, must_stay | ~stays, excess - free)
-    return evicted[page_index]
+    return evicted.index_select(0, page_index)
 
 
 def _checked(policy: Policy, tokens: Tokens, profile: Profile) -> Tensor:

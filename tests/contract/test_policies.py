@@ -1,0 +1,36 @@
+"""Every installed policy, ours and third parties', under the same contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from memdecay.policy import Policy, available, get_policy
+from memdecay.policy.testing import CHECKS
+
+VARIANTS: dict[str, list[dict[str, object]]] = {
+    "memdecay": [{"init": "zero"}, {"refresh_threshold": 0.01, "attention_weight": 0.0}],
+    "snapkv": [{"pooling": "avg", "kernel_size": 3}, {"kernel_size": 1, "window": 1}],
+    "streaming": [{"sinks": 0}],
+    "random": [{"seed": 3}],
+    "h2o": [{"recent": 0}],
+    "observation_masking": [{"keep_newest": 0}],
+}
+POLICIES = [
+    pytest.param(name, params, id="-".join([name, *(f"{k}={v}" for k, v in params.items())]))
+    for name in available()
+    for params in [{}, *VARIANTS.get(name, [])]
+]
+
+
+def test_the_policies_of_the_issue_are_installed() -> None:
+    expected = "full h2o memdecay observation_masking random snapkv streaming tova"
+    assert set(expected.split()) <= set(available())
+    assert set(VARIANTS) <= set(available())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("name", "params"), POLICIES)
+def test_contract(check: Callable[[Policy], None], name: str, params: dict[str, object]) -> None:
+    check(get_policy(name, **params))
