@@ -1,0 +1,411 @@
+"use strict";
+(() => {
+  const D = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const el = (tag, attrs, ...kids) => {
+    const node = document.createElement(tag);
+    for (const [k, v] of Object.entries(attrs || {})) {
+      if (k === "class") node.className = v;
+      else if (k === "style") node.style.cssText = v;
+      else node.setAttribute(k, v);
+    }
+    for (const kid of kids) if (kid !== null && kid !== undefined) node.append(kid);
+    return node;
+  };
+  const svg = (tag, attrs, ...kids) => {
+    const node = document.createElementNS($("ns").namespaceURI, tag);
+    for (const [k, v] of Object.entries(attrs || {})) node.setAttribute(k, v);
+    node.append(...kids);
+    return node;
+  };
+  const n = (x) => x.toLocaleString("en-US");
+  const mb = (bytes) => (bytes / 1e6).toFixed(bytes < 1e8 ? 1 : 0);
+  const signed = (x, d = 3) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(d);
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // The seven regions keep their colour everywhere; regions the user named take the spare ones.
+  const KNOWN = { system: "#3a66d6", plan: "#9a63dd", user: "#12a5b0", tool_in: "#d9ab25", tool_out: "#e8703a", retrieval: "#4fa84a", scratchpad: "#8f96a3" };
+  const SPARE = ["#cf4f8c", "#8a6a45", "#6d8f1f", "#5f7fae", "#b34a4a"];
+  const colours = D.regions.map((name, i) => (Object.hasOwn(KNOWN, name) ? KNOWN[name] : SPARE[i % SPARE.length]));
+  const colourOf = (name) => colours[D.regions.indexOf(name)] || KNOWN[name] || KNOWN.scratchpad;
+
+  // ---- data -> lookups
+  const numPages = Math.max(1, ...D.runs.map((r) => Math.max(-1, ...r.timeline.pages.map((p) => p[0])) + 1));
+  for (const run of D.runs) {
+    const t = run.timeline;
+    run.pages = t.pages.map(([page, region, tokens, born, evicted, pinned]) => ({
+      page, region, tokens, born, evicted, pinned: !!pinned, levels: t.levels[page] || [], refreshed: t.refreshed[page] || [],
+    }));
+    run.byRow = new Map();
+    for (const p of run.pages) run.byRow.set(p.page, [...(run.byRow.get(p.page) || []), p]);
+    run.seenAt = (e) => (t.events.length ? t.events[Math.min(e, t.events.length - 1)][0] : 0);
+  }
+  const seenMax = Math.max(1, D.seen_tokens, ...D.runs.map((r) => r.seenAt(1e9)));
+
+  // ---- words
+  $("headline").textContent = D.headline;
+  $("standfirst").textContent = D.standfirst;
+  document.title = D.title;
+  for (const [k, v] of D.facts) $("facts").append(el("div", {}, el("dt", {}, k), el("dd", {}, v)));
+  $("pagesize").textContent = D.page_size;
+  $("footer").textContent = D.footer;
+  if (D.notes.length) {
+    $("notes").hidden = false;
+    for (const note of D.notes) $("notelist").append(el("li", {}, note));
+  }
+
+  // ---- cards
+  for (const run of D.runs) {
+    const right = run.answers.filter((a) => a.correct).length;
+    const num = (big, small, label) => el("div", { class: "num" }, el("b", {}, big, el("small", {}, small)), el("span", {}, label));
+    const nums = el("div", { class: "nums" });
+    if (run.answers.length) nums.append(num(String(right), ` / ${run.answers.length}`, "answers right"));
+    if (run.cost && run.cost.delta_nll_per_token !== null) {
+      nums.append(num(signed(run.cost.delta_nll_per_token), "", "NLL per token"));
+      nums.append(num((100 * run.cost.top1_agreement).toFixed(1), "%", "same top token"));
+    }
+    nums.append(num(n(run.peak_tokens), ` of ${n(run.seen_tokens)}`, "tokens at the peak"));
+    if (run.peak_bytes) nums.append(num(mb(run.peak_bytes), " MB", "peak KV"));
+    const dots = run.answers.length ? el("div", { class: "dots" }, ...run.answers.map((a) =>
+      el("i", { class: a.correct ? "good" : "bad", title: `${a.where}: ${a.correct ? "right" : "wrong"}` }, `${a.correct ? "✓" : "✗"} ${a.short}`))) : null;
+    $("cards").append(el("article", { class: run.main ? "card main" : "card" }, el("h3", {}, run.policy), el("p", { class: "what" }, run.summary), nums, dots));
+  }
+
+  // ---- legend
+  const legend = $("legend");
+  for (const [i, name] of D.regions.entries())
+    if (D.runs.some((r) => (r.seen[name] || 0) > 0)) legend.append(el("li", {}, el("span", { class: "swatch", style: `background:${colours[i]}` }), name));
+  const glyph = (...kids) => svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, ...kids);
+  legend.append(
+    el("li", {}, el("span", { class: "fade", style: `background:linear-gradient(90deg,${KNOWN.tool_out},${KNOWN.tool_out}2e)` }), "score decays"),
+    el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.system, stroke: "currentColor", "stroke-width": 1.4 })), "pinned"),
+    el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("circle", { cx: 11, cy: 6, r: 2.6, fill: "currentColor" })), "refreshed by attention"),
+    el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 11, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("rect", { x: 12, y: 1, width: 2, height: 10, fill: "currentColor" })), "evicted"),
+  );
+
+  // ---- panels
+  const GUT = 46, PAD = 14, TOP = 104;
+  const state = { axis: "seen", cursor: null, shown: new Set(), clip: 1 };
+  const preferred = D.runs.filter((r) => r.bounded).slice(0, 2);
+  for (const r of preferred.length ? preferred : D.runs.slice(0, 1)) state.shown.add(r.policy);
+  for (const run of D.runs) {
+    const chip = el("button", { type: "button" }, run.policy);
+    chip.addEventListener("click", () => {
+      if (state.shown.has(run.policy)) { if (state.shown.size > 1) state.shown.delete(run.policy); }
+      else state.shown.add(run.policy);
+      build();
+    });
+    run.chip = chip;
+    if (D.runs.length > 1) $("chips").append(chip);
+  }
+  $("axis").addEventListener("change", (e) => { state.axis = e.target.value; build(); });
+
+  let panels = [];
+  const span = (run) => (state.axis === "seen" ? seenMax : Math.max(1, run.timeline.events.length - 1));
+  const xOf = (run, e) => (state.axis === "seen" ? run.seenAt(e) : e);
+  // A chunk brings several pages at once: each starts at its own first token, not at the chunk's end.
+  const bornX = (run, p) => {
+    if (state.axis === "event") return Math.max(0, p.born - 0.5);
+    const before = p.born > 0 ? run.seenAt(p.born - 1) : 0;
+    return Math.min(run.seenAt(p.born), Math.max(before, p.page * D.page_size));
+  };
+  const endX = (run, p) => (p.evicted === null || p.evicted < 0 ? span(run) : xOf(run, p.evicted));
+
+  function build() {
+    for (const run of D.runs) run.chip.setAttribute("aria-pressed", state.shown.has(run.policy));
+    $("panels").replaceChildren();
+    panels = D.runs.filter((r) => state.shown.has(r.policy)).map((run) => {
+      const now = el("span", { class: "now" });
+      const top = el("canvas", { class: "top", "aria-hidden": "true" });
+      const rows = el("canvas", { tabindex: 0, role: "img", "aria-label": summary(run) });
+      const over = el("canvas", { class: "over", "aria-hidden": "true" });
+      const stage = el("div", { class: "stage" }, top, rows, over);
+      $("panels").append(el("article", { class: "panel" }, el("header", {}, el("h3", {}, run.policy), now), stage));
+      const panel = { run, now, top, rows, over, stage };
+      rows.addEventListener("pointermove", (e) => hover(panel, e));
+      rows.addEventListener("pointerdown", (e) => hover(panel, e));
+      rows.addEventListener("pointerleave", leave);
+      rows.addEventListener("keydown", (e) => step(panel, e));
+      rows.addEventListener("blur", leave);
+      return panel;
+    });
+    layout();
+  }
+  function summary(run) {
+    const gone = run.pages.filter((p) => p.evicted !== null && p.evicted >= 0).length;
+    return `${run.policy}: ${run.pages.length} pages, ${gone} of them evicted, at most ${run.peak_tokens} tokens held. Arrow keys move through time.`;
+  }
+  function size(canvas, w, h) {
+    const dpr = Math.min(window.devicePixelRatio || 1, h > 4000 ? 1 : 2);
+    canvas.width = Math.round(w * dpr); canvas.height = Math.round(h * dpr); canvas.style.height = h + "px";
+    const c = canvas.getContext("2d"); c.setTransform(dpr, 0, 0, dpr, 0, 0);
+    return c;
+  }
+  function layout() {
+    for (const p of panels) {
+      p.w = p.stage.clientWidth;
+      p.rowH = Math.max(2, Math.min(9, 560 / numPages));
+      p.h = Math.min(12000, Math.ceil(p.rowH * numPages) + 10);
+      p.rowH = (p.h - 10) / numPages;
+      p.sx = (p.w - GUT - PAD) / span(p.run);
+      drawTop(p); drawRows(p);
+      p.overC = size(p.over, p.w, TOP + p.h);
+      p.over.style.width = p.w + "px"; p.over.style.top = "0px"; p.over.style.marginTop = "0px";
+    }
+    cursor();
+  }
+  const X = (p, v) => GUT + v * p.sx;
+
+  function drawTop(p) {
+    const c = size(p.top, p.w, TOP), run = p.run, ev = run.timeline.events;
+    const soft = css("--soft"), ink = css("--ink"), base = TOP - 10, high = 38;
+    c.font = "11.5px system-ui, sans-serif"; c.textBaseline = "alphabetic";
+    const kMax = Math.max(1, ...D.runs.filter((r) => state.shown.has(r.policy)).map((r) => Math.max(r.peak_tokens, r.budget_tokens || 0)));
+    const Y = (k) => base - (k / kMax) * (base - high - 4);
+    let last = -1e9;
+    for (const turn of turnsOf(run)) {
+      const x = X(p, turn.x0), width = (turn.x1 - turn.x0) * p.sx;
+      c.strokeStyle = css("--line"); c.beginPath(); c.moveTo(x + .5, 4); c.lineTo(x + .5, TOP); c.stroke();
+      if (x - last < 3) continue;
+      c.fillStyle = soft;
+      const label = fit(c, turn.label, width - 6) || fit(c, String(turn.index + 1), width - 4);
+      if (label) { c.fillText(label, x + 4, 14); last = x + c.measureText(label).width; }
+    }
+    if (ev.length) {
+      c.beginPath(); c.moveTo(X(p, state.axis === "seen" ? 0 : 0), base);
+      let prev = base;
+      ev.forEach((e, i) => { const x = X(p, xOf(run, i)); if (e[3] === 2) c.lineTo(x, prev); c.lineTo(x, Y(e[1])); prev = Y(e[1]); });
+      c.lineTo(X(p, span(run)), prev); c.lineTo(X(p, span(run)), base); c.closePath();
+      c.fillStyle = ink; c.globalAlpha = .1; c.fill(); c.globalAlpha = .65; c.lineWidth = 1.2; c.strokeStyle = ink; c.stroke(); c.globalAlpha = 1;
+    }
+    c.fillStyle = soft; c.textAlign = "right";
+    c.fillText("kept", GUT - 6, base - 2);
+    if (run.budget_tokens) {
+      const y = Math.round(Y(run.budget_tokens)) + .5;
+      c.strokeStyle = css("--bad"); c.setLineDash([5, 4]); c.beginPath(); c.moveTo(GUT, y); c.lineTo(p.w - PAD, y); c.stroke(); c.setLineDash([]);
+      c.fillStyle = css("--bad"); c.textAlign = "right"; c.fillText(n(run.budget_tokens), GUT - 6, y + 4);
+      c.textAlign = "left"; c.fillText("budget", GUT + 4, y - 5);
+    } else {
+      c.textAlign = "right"; c.fillText(n(run.peak_tokens), GUT - 6, Y(run.peak_tokens) + 8);
+    }
+    c.textAlign = "left";
+  }
+  function turnsOf(run) {
+    if (state.axis === "seen") return D.turns.map((t, i) => ({ ...t, x0: t.start, x1: t.end }));
+    const at = (seen) => { const i = run.timeline.events.findIndex((e) => e[0] > seen); return i < 0 ? span(run) : Math.max(0, i - 0.5); };
+    return D.turns.map((t) => ({ ...t, x0: t.start === 0 ? 0 : at(t.start), x1: at(t.end) }));
+  }
+  function fit(c, text, width) {
+    if (c.measureText(text).width <= width) return text;
+    for (let k = text.length - 1; k >= 4; k--) { const cut = text.slice(0, k).trimEnd() + "…"; if (c.measureText(cut).width <= width) return cut; }
+    return "";
+  }
+
+  function drawRows(p) {
+    const c = size(p.rows, p.w, p.h), run = p.run, h = p.rowH, gap = h >= 5 ? 1 : h >= 3 ? .5 : 0;
+    const ink = css("--ink"), line = css("--line"), panel = css("--panel");
+    c.strokeStyle = line;
+    for (const t of turnsOf(run)) { const x = Math.round(X(p, t.x0)) + .5; c.beginPath(); c.moveTo(x, 0); c.lineTo(x, p.h); c.stroke(); }
+    c.font = "11px system-ui, sans-serif"; c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = css("--faint");
+    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((k) => k * h >= 26) || 1000;
+    for (let r = 0; r < numPages; r += every) c.fillText(r, GUT - 12, Math.max(6, r * h + h / 2));
+    for (const page of run.pages) {
+      const y = page.page * h, colour = colours[page.region], x0 = X(p, bornX(run, page)), x1 = Math.max(x0 + 1.5, X(p, endX(run, page)));
+      c.fillStyle = colour; c.globalAlpha = 1; c.fillRect(GUT - 8, y, 4, Math.max(1, h - gap));
+      let from = x0, alpha = 1;
+      const paint = (to) => { if (to > from) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, Math.max(1, h - gap)); } from = Math.max(from, to); };
+      if (!page.pinned) for (let i = 0; i < page.levels.length; i += 2) {
+        paint(Math.min(x1, Math.max(x0, X(p, xOf(run, page.levels[i])))));
+        alpha = shade(page.levels[i + 1]);
+      }
+      paint(x1);
+      c.globalAlpha = 1;
+      if (page.pinned && h >= 3) { c.strokeStyle = ink; c.lineWidth = h >= 5 ? 1.2 : .6; c.strokeRect(x0 + .6, y + .5, x1 - x0 - 1.2, h - gap - 1); }
+      if (page.evicted !== null && page.evicted >= 0) { c.fillStyle = ink; c.fillRect(x1 - .75, y - (h >= 5 ? .5 : 0), h >= 4 ? 2 : 1, Math.max(1, h - gap + (h >= 5 ? 1 : 0))); }
+    }
+    // Dots come last, or the next row would cover half of each.
+    if (h >= 3.5) for (const page of run.pages) {
+      if (page.pinned) continue;
+      let last = -1e9;
+      c.fillStyle = ink; c.strokeStyle = panel; c.lineWidth = .8;
+      for (const e of page.refreshed) {
+        const x = X(p, xOf(run, e));
+        if (x - last < 7) continue;
+        last = x; c.beginPath(); c.arc(x, page.page * h + (h - gap) / 2, Math.min(2.3, h / 3), 0, 7); c.fill(); c.stroke();
+      }
+    }
+    for (const [first, count] of pinnedRuns(run)) if (h * count >= 12) lock(c, 9, (first + count / 2) * h - 6, ink);
+  }
+  const shade = (level) => 0.16 + 0.84 * (level / 100);
+  function pinnedRuns(run) {
+    const out = [];
+    for (const p of run.pages) if (p.pinned) {
+      const last = out[out.length - 1];
+      if (last && last[0] + last[1] === p.page) last[1]++; else out.push([p.page, 1]);
+    }
+    return out;
+  }
+  function lock(c, x, y, ink) {
+    c.fillStyle = ink; c.strokeStyle = ink; c.lineWidth = 1.5;
+    c.fillRect(x, y + 5, 9, 7); c.beginPath(); c.arc(x + 4.5, y + 5, 3, Math.PI, 0); c.stroke();
+  }
+
+  // ---- cursor, tooltip, play
+  function hover(panel, e) {
+    const box = panel.rows.getBoundingClientRect(), x = e.clientX - box.left, y = e.clientY - box.top;
+    const v = Math.max(0, Math.min(span(panel.run), (x - GUT) / panel.sx));
+    state.cursor = v / span(panel.run);
+    cursor();
+    show(panel, Math.floor(y / panel.rowH), v, e.clientX, e.clientY);
+  }
+  function leave() { state.cursor = null; $("tip").hidden = true; cursor(); }
+  function step(panel, e) {
+    const dx = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    if (dx === undefined) return;
+    e.preventDefault();
+    const from = state.cursor === null ? (dx > 0 ? 0 : 1) : state.cursor;
+    state.cursor = Math.max(0, Math.min(1, from + dx / 100));
+    cursor();
+  }
+  function eventAt(run, v) {
+    const ev = run.timeline.events;
+    if (state.axis === "event") return Math.min(ev.length - 1, Math.round(v));
+    let lo = 0, hi = ev.length - 1;
+    while (lo < hi) { const mid = (lo + hi + 1) >> 1; if (ev[mid][0] <= v) lo = mid; else hi = mid - 1; }
+    return lo;
+  }
+  function levelAt(page, e) {
+    let level = null;
+    for (let i = 0; i < page.levels.length && page.levels[i] <= e; i += 2) level = page.levels[i + 1];
+    return level;
+  }
+  function cursor() {
+    for (const p of panels) {
+      const c = p.overC, run = p.run, ev = run.timeline.events;
+      c.clearRect(0, 0, p.w, TOP + p.h);
+      const t = state.cursor === null ? 1 : state.cursor, v = t * span(run), x = X(p, v), e = ev[eventAt(run, v)];
+      if (state.cursor !== null) {
+        if (state.playing) { c.fillStyle = css("--panel"); c.fillRect(x, 20, p.w - x, TOP + p.h); }
+        c.fillStyle = css("--ink"); c.fillRect(x - .5, 20, 1, TOP + p.h);
+      }
+      p.now.textContent = e ? `${state.cursor === null ? "at the end: " : ""}${n(e[1])} of ${n(e[0])} tokens kept · step ${n(e[4])}` : "";
+    }
+  }
+  function show(panel, row, v, cx, cy) {
+    const run = panel.run, tip = $("tip"), lives = run.byRow.get(row);
+    const page = lives && lives.find((q) => bornX(run, q) <= v && v <= endX(run, q)) || lives && lives.filter((q) => bornX(run, q) <= v).pop();
+    if (!page) { tip.hidden = true; return; }
+    const gone = page.evicted !== null && page.evicted >= 0, isGone = gone && v > endX(run, page);
+    const level = levelAt(page, eventAt(run, v)), region = D.regions[page.region];
+    const line = (a, b) => el("div", { class: "row" }, el("span", {}, a), el("b", {}, b));
+    const turn = D.turns.find((t) => page.page * D.page_size < t.end);
+    tip.replaceChildren(
+      el("div", { class: "row" }, el("b", {}, `page ${page.page}`), el("b", {}, el("span", { class: "swatch", style: `display:inline-block;opacity:1;background:${colours[page.region]}` }), " " + region)),
+      line("tokens", n(page.tokens)), line("born", `token ${n(Math.round(page.page * D.page_size))}, event ${page.born}`),
+      line("evicted", gone ? `token ${n(run.seenAt(page.evicted))}, event ${page.evicted}` : page.pinned ? "never: pinned" : "still here"),
+      ...(page.pinned ? [] : [line("score here", isGone ? "gone" : level === null ? "not scored yet" : `${level}% of the highest`)]),
+      ...(page.refreshed.length ? [line("refreshed", `${page.refreshed.length}×`)] : []),
+      ...(turn ? [line("turn", `${turn.index + 1} · ${turn.label}`)] : []),
+      ...(D.texts && D.texts[page.page] ? [el("q", {}, D.texts[page.page])] : []),
+    );
+    tip.hidden = false;
+    const box = tip.getBoundingClientRect();
+    tip.style.left = Math.max(8, cx + 16 + box.width > innerWidth ? cx - box.width - 14 : cx + 16) + "px";
+    tip.style.top = Math.max(8, Math.min(innerHeight - box.height - 8, cy + 14)) + "px";
+  }
+  $("play").addEventListener("click", () => {
+    if (state.playing) { state.playing = false; state.cursor = null; $("play").textContent = "▶ Play"; cursor(); return; }
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { state.cursor = 0; cursor(); return; }
+    state.playing = true; $("play").textContent = "■ Stop";
+    const start = performance.now(), length = 9000;
+    const tick = (now) => {
+      if (!state.playing) return;
+      state.cursor = Math.min(1, (now - start) / length);
+      if (state.cursor >= 1) { state.playing = false; state.cursor = null; $("play").textContent = "▶ Play"; }
+      cursor();
+      if (state.playing) requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  });
+
+  // ---- answers
+  const probes = D.runs.length ? D.runs[0].answers : [];
+  if (probes.length) {
+    $("answers").hidden = false;
+    const head = el("tr", {}, el("th", { scope: "col" }, "Fact, and where it was planted"), ...D.runs.map((r) => el("th", { scope: "col" }, r.policy)));
+    const body = el("tbody", {});
+    probes.forEach((a, i) => {
+      const cells = D.runs.map((r) => {
+        const b = r.answers[i];
+        return el("td", {}, el("span", { class: b.correct ? "mark ok" : "mark no", title: b.correct ? "right" : "wrong" }, b.correct ? "✓" : "✗"), said(b));
+      });
+      body.append(el("tr", {}, el("th", { scope: "row" }, a.question, el("div", { class: "gold" }, "expected: " + a.gold),
+        el("div", { class: "where" }, el("span", { class: "swatch", style: `background:${colourOf(a.region)}` }), `${a.where} (${a.region})`)), ...cells));
+    });
+    $("answertable").append(el("thead", {}, head), body);
+  }
+  function said(b) {
+    const node = el("span", { class: "said" }), at = b.correct && b.at ? b.at : null;
+    if (!at) { node.append(b.answer || "(nothing)"); return node; }
+    const chars = Array.from(b.answer);
+    node.append(chars.slice(0, at[0]).join(""), el("mark", {}, chars.slice(at[0], at[1]).join("")), chars.slice(at[1]).join(""));
+    return node;
+  }
+
+  // ---- kept by region
+  {
+    const names = D.regions.filter((r) => D.runs.some((run) => (run.seen[r] || 0) > 0));
+    const most = Math.max(1, ...D.runs.flatMap((run) => names.map((r) => run.seen[r] || 0)));
+    const head = el("tr", {}, el("th", { scope: "col" }, "Region"), ...D.runs.map((r) => el("th", { scope: "col" }, r.policy)));
+    const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), ...D.runs.map((run) => {
+      const kept = run.kept[name] || 0, seen = run.seen[name] || 0, colour = colourOf(name);
+      return el("td", {}, el("div", { class: "track" }, el("i", { style: `width:${100 * seen / most}%;background:${colour};opacity:.2` }), el("i", { style: `width:${100 * kept / most}%;background:${colour}` })),
+        el("div", { class: "kept" }, `${n(kept)} of ${n(seen)}`));
+    })));
+    $("regiontable").append(el("thead", {}, head), el("tbody", {}, ...rows));
+  }
+
+  // ---- cost
+  const costed = D.runs.filter((r) => r.cost && r.cost.turns.some((t) => t.delta_nll_per_token !== null));
+  if (costed.length) {
+    $("cost").hidden = false;
+    const W = 1000, H = 230, L = 52, R = 96, B = 24, T = 12;
+    const turns = costed[0].cost.turns, xs = (i) => L + (turns.length < 2 ? .5 : i / (turns.length - 1)) * (W - L - R);
+    const values = costed.flatMap((r) => r.cost.turns.map((t) => t.delta_nll_per_token)).filter((v) => v !== null);
+    const lo = Math.min(0, ...values), hi = Math.max(0.01, ...values), ys = (v) => T + (hi - v) / (hi - lo) * (H - T - B);
+    const chart = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "Change in negative log-likelihood per token, by turn and policy" });
+    for (const v of [lo, (lo + hi) / 2, hi, 0]) {
+      chart.append(svg("line", { x1: L, x2: W - R, y1: ys(v), y2: ys(v), stroke: v === 0 ? "currentColor" : "var(--line)", "stroke-width": v === 0 ? 1 : .8 }));
+      if (v === 0 || Math.abs(ys(v) - ys(0)) > 12) chart.append(svg("text", { x: L - 8, y: ys(v) + 4, "text-anchor": "end" }, v === 0 ? "0" : signed(v, 2)));
+    }
+    turns.forEach((t, i) => { if (turns.length < 26 || i % Math.ceil(turns.length / 25) === 0) chart.append(svg("text", { x: xs(i), y: H - 4, "text-anchor": "middle" }, String(t.index + 1))); });
+    chart.append(svg("text", { x: W - R + 12, y: H - 4 }, "turn"));
+    const inks = ["var(--accent)", "#d3712f", "#4fa84a", "#9a63dd", "#12a5b0", "#c24a86", "#8f96a3"];
+    const ends = [];
+    costed.forEach((run, k) => {
+      const pts = run.cost.turns.map((t, i) => [i, t]).filter(([, t]) => t.delta_nll_per_token !== null);
+      chart.append(svg("polyline", { points: pts.map(([i, t]) => `${xs(i)},${ys(t.delta_nll_per_token)}`).join(" "), fill: "none", stroke: inks[k % inks.length], "stroke-width": run.main ? 2.4 : 1.6 }));
+      for (const [i, t] of pts) chart.append(svg("circle", { cx: xs(i), cy: ys(t.delta_nll_per_token), r: run.main ? 3.4 : 2.6, fill: inks[k % inks.length] },
+        svg("title", {}, `${run.policy}, turn ${t.index + 1}: ${signed(t.delta_nll_per_token)} NLL per token, ${(100 * t.top1_agreement).toFixed(1)}% same top token, ${t.scored_tokens} tokens`)));
+      if (pts.length) ends.push([ys(pts[pts.length - 1][1].delta_nll_per_token) + 4, run.policy, inks[k % inks.length]]);
+    });
+    ends.sort((a, b) => a[0] - b[0]);
+    ends.forEach((e, i) => { if (i) e[0] = Math.max(e[0], ends[i - 1][0] + 14); chart.append(svg("text", { x: W - R + 10, y: e[0], style: `fill:${e[2]};font-weight:600` }, e[1])); });
+    $("costchart").append(chart);
+    const head = el("tr", {}, el("th", {}, "turn"), el("th", {}, "scored"), ...costed.flatMap((r) => [el("th", {}, `${r.policy}: kept`), el("th", {}, "Δ NLL"), el("th", {}, "same top")]));
+    const dash = "–";
+    $("costtable").append(el("thead", {}, head), el("tbody", {}, ...turns.map((t, i) => el("tr", {}, el("th", { scope: "row" }, `${t.index + 1} · ${t.label}`), el("td", {}, n(t.scored_tokens)),
+      ...costed.flatMap((r) => { const q = r.cost.turns[i]; return [el("td", {}, n(q.kept_total)), el("td", {}, q.delta_nll_per_token === null ? dash : signed(q.delta_nll_per_token)), el("td", {}, q.top1_agreement === null ? dash : (100 * q.top1_agreement).toFixed(1) + "%")]; })))));
+  }
+
+  // ---- theme and size
+  const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const paintTheme = () => { $("theme").textContent = dark() ? "☀ light" : "☾ dark"; };
+  $("theme").addEventListener("click", () => { document.documentElement.dataset.theme = dark() ? "light" : "dark"; paintTheme(); layout(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { paintTheme(); layout(); });
+  if (location.hash === "#dark" || location.hash === "#light") document.documentElement.dataset.theme = location.hash.slice(1);
+  paintTheme();
+  build();
+  let pending = 0;
+  addEventListener("resize", () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(layout); });
+})();
