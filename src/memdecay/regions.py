@@ -16,6 +16,7 @@ import io
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ REGIONS = ("system", "plan", "user", "tool_in", "tool_out", "retrieval", "scratc
 _FIELDS = ("base_priority", "half_life", "decay_rate", "pinned")
 _PROVENANCE = "provenance"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_HALF_LIFE = "a number of steps above 0, or inf for no decay"
 _HEADER = (
     "half_life is in steps, inf means no decay; decay_rate = ln 2 / half_life may be given instead"
 )
@@ -80,11 +82,9 @@ class RegionPolicy:
         Raises:
             ProfileError: as for `RegionPolicy`, or `half_life` is not above 0.
         """
-        steps = _number("half_life", half_life, allow_infinite=True)
+        steps = _number("half_life", half_life, allowed=_HALF_LIFE, infinite=True)
         if steps == 0 or not math.isfinite(math.log(2) / steps):
-            raise ProfileError(
-                f"half_life is {half_life!r}, but it must be above 0 steps (inf for no decay)."
-            )
+            raise ProfileError(f"half_life is {half_life!r}, but it must be {_HALF_LIFE}.")
         return cls(base_priority, math.log(2) / steps, pinned)
 
     @property
@@ -123,7 +123,7 @@ class Profile:
         merged = {**_DEFAULTS, **regions}
         self._names = tuple(merged)
         self._policies = tuple(merged.values())
-        self._provenance = _plain(provenance or {}, _PROVENANCE)
+        self._provenance = _plain({} if provenance is None else provenance, _PROVENANCE)
         self._source: str | None = None
 
     @classmethod
@@ -295,11 +295,16 @@ class Profile:
             document = CommentedMap()
             document.yaml_set_start_comment(_HEADER)
         for name, policy in self.regions.items():
-            # A line that already says this is left alone, so that its own spelling survives.
-            if name not in document or _from_fields(name, document[name]) != policy:
-                line = CommentedMap(_to_fields(policy))
-                line.fa.set_flow_style()
-                document[name] = line
+            fields = _to_fields(policy)
+            if name not in document:
+                document[name] = CommentedMap(fields)
+                document[name].fa.set_flow_style()
+            elif _from_fields(name, document[name]) != policy:
+                # In place and only where they differ, so that spelling and comments survive.
+                line = document[name]
+                for field in [field for field in line if field not in fields]:
+                    del line[field]
+                line.update({k: v for k, v in fields.items() if line.get(k) != v})
         if self._provenance != _plain(document.get(_PROVENANCE) or {}, _PROVENANCE):
             document[_PROVENANCE] = self.provenance
         stream = io.StringIO()
@@ -325,17 +330,16 @@ class Profile:
         return f"Profile({dict(self.regions)!r})"
 
 
-def _number(field: str, value: object, *, allow_infinite: bool = False) -> float:
+def _number(
+    field: str, value: object, *, allowed: str = "a number of at least 0", infinite: bool = False
+) -> float:
     """Return `value` as a float that is at least 0, or refuse it in one sentence."""
-    allowed = "a number of at least 0" + (" or inf" if allow_infinite else "")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ProfileError(f"{field} is {value!r}, but it must be {allowed}.")
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if math.isnan(number) or number < 0 or (math.isinf(number) and not allow_infinite):
-        raise ProfileError(f"{field} is {value!r}, but it must be {allowed}.")
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, str) or not 0 <= number or (math.isinf(number) and not infinite):
+        raise ProfileError(f"{field} is {reprlib.repr(value)}, but it must be {allowed}.")
     return number
 
 
@@ -439,7 +443,9 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _kind(value: object) -> str:
-    return f"{type(value).__name__} {value!r}" if value is not None else "empty"
+    if value is None:
+        return "empty"
+    return "a list" if isinstance(value, list) else f"{type(value).__name__} {value!r}"
 
 
 _DEFAULTS = {
