@@ -197,6 +197,8 @@ BAD_FILES = {
     "infinite base": ("user: {base_priority: .inf, half_life: 2}", "base_priority is inf"),
     "infinite rate": ("user: {base_priority: 1, decay_rate: .inf}", "decay_rate is inf"),
     "huge": (f"user: {{base_priority: 1{'0' * 400}, half_life: 2}}", "base_priority"),
+    "beyond float32": ("user: {base_priority: 1.0e+39, half_life: 2}", "base_priority is 1e+39"),
+    "half-life beyond float32": ("user: {base_priority: 1, half_life: 1e-39}", "above 0"),
     "bool number": ("user: {base_priority: true, half_life: 2}", "base_priority is True"),
     "text number": ("user: {base_priority: high, half_life: 2}", "base_priority is 'high'"),
     "null number": ("user: {base_priority: , half_life: 2}", "base_priority is None"),

@@ -38,6 +38,7 @@ REGIONS = ("system", "plan", "user", "tool_in", "tool_out", "retrieval", "scratc
 _FIELDS = ("base_priority", "half_life", "decay_rate", "pinned")
 _PROVENANCE = "provenance"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_LARGEST = torch.finfo(torch.float32).max
 _HALF_LIFE = "a number of steps above 0, or inf for no decay"
 _HEADER = (
     "half_life is in steps, inf means no decay; decay_rate = ln 2 / half_life may be given instead"
@@ -83,7 +84,7 @@ class RegionPolicy:
             ProfileError: as for `RegionPolicy`, or `half_life` is not above 0.
         """
         steps = _number("half_life", half_life, allowed=_HALF_LIFE, infinite=True)
-        if steps == 0 or not math.isfinite(math.log(2) / steps):
+        if steps == 0 or math.log(2) / steps > _LARGEST:
             raise ProfileError(f"half_life is {half_life!r}, but it must be {_HALF_LIFE}.")
         return cls(base_priority, math.log(2) / steps, pinned)
 
@@ -338,7 +339,7 @@ def _number(
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, str) or not 0 <= number or (math.isinf(number) and not infinite):
+    if isinstance(value, str) or not number >= 0 or (number > _LARGEST and not infinite):
         raise ProfileError(f"{field} is {reprlib.repr(value)}, but it must be {allowed}.")
     return number
 
