@@ -1,0 +1,776 @@
+"""The cache that a transformers model writes to: a fixed budget, evicted by a policy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from memdecay.engine.attach import AttachedCache, Attachment, attach
+from memdecay.engine.forward import Forward
+from memdecay.engine.ledger import Labels, Ledger
+from memdecay.engine.slots import KVPool, SlotTable
+from memdecay.engine.support import Layout, check_supported
+from memdecay.errors import BudgetError, MemDecayError, SessionError
+from memdecay.policy import Policy, get_policy
+from memdecay.regions import Profile
+
+_FIRST_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What one eviction took from a row: positions `(n,)` int64, and their pages and regions."""
+
+    row: int
+    position: Tensor
+    page: Tensor
+    region: Tensor
+
+
+class PoolLayer(CacheLayerMixin):
+    """The view that transformers has of one layer; all state is the cache's."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: MemDecayCache, layer: int, window: int | None) -> None:
+        self._cache = weakref.ref(cache)
+        self._layer = layer
+        self.is_sliding = window is not None
+        super().__init__()
+
+    @property
+    def cache(self) -> MemDecayCache:
+        """The cache that this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise SessionError("This cache layer outlived its MemDecayCache; keep the cache alive.")
+        return cache
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the pool exists."""
+        return bool(self.cache.pools)
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """Ignore what the base class writes."""
+
+    @property
+    def keys(self) -> Tensor | None:
+        """`(batch, num_kv_heads, kv_len, head_dim)`, in slot order."""
+        cache = self.cache
+        if not cache.pools:
+            return None
+        return cache.pools[self._layer].keys(cache.table_of(self._layer).width)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Like `keys`."""
+        cache = self.cache
+        if not cache.pools:
+            return None
+        return cache.pools[self._layer].values(cache.table_of(self._layer).width)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._refuse(value)
+
+    @staticmethod
+    def _refuse(value: Tensor | None) -> None:
+        if value is not None:
+            raise MemDecayError(
+                "A MemDecayCache holds its keys and values in its own pool; they cannot be "
+                "assigned, offloaded or quantized from outside."
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, -1 before the first forward."""
+        return self.cache.rows or -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the cache makes its pools in `update`."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, and return all that are kept."""
+        return self.cache.update(key_states, value_states, self._layer)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (kv_len, offset) such that the new tokens have their true indices."""
+        return self.cache.mask_sizes(query_length, self._layer)
+
+    def get_seq_length(self) -> int:
+        """Return the tokens seen, not the tokens kept."""
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens may be seen."""
+        return -1
+
+    def reset(self) -> None:
+        """Nothing to do: the cache resets itself."""
+
+
+class MemDecayCache(AttachedCache):
+    """A KV cache under a fixed budget, for `model.generate(..., past_key_values=cache)`.
+
+    At most `budget` tokens are kept at every moment, inside a prompt too: room is made before a
+    forward. A forward that cannot fit is refused; give `generate` a `prefill_chunk_size`, or use
+    `Session`, which cuts prompts itself. Kept tokens keep their true positions.
+
+    Not for training: what is stored is detached. One cache serves one thread at a time; several
+    caches may serve one model, in several threads.
+
+    Args:
+        model: the model that will use it. Nothing on it changes between forwards.
+        budget: tokens to keep for each sequence of the batch; None for no limit.
+        policy: a name, or a policy.
+        profile: region policies, the defaults if None.
+        page_size: tokens a page; only whole pages are evicted.
+        align: "region" to open a fresh page at every region boundary.
+        clock: "steps" (decode steps, as in the paper) or "tokens" (every token is a step).
+        observe_every: k, observe attention every k decode steps; 0 for never.
+        window: queries that an observation at the end of a prompt averages over.
+        default_region: region of tokens that nobody labelled, such as generated ones.
+
+    Raises:
+        BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        budget: int | None,
+        policy: Policy | str = "memdecay",
+        profile: Profile | None = None,
+        page_size: int = 16,
+        align: str | None = None,
+        clock: str = "steps",
+        observe_every: int = 1,
+        window: int = 16,
+        default_region: str = "scratchpad",
+    ) -> None:
+        self.layout: Layout = check_supported(model)
+        self.policy = get_policy(policy) if isinstance(policy, str) else policy
+        if not isinstance(self.policy, Policy):
+            raise MemDecayError(f"policy is {policy!r}, but it must be a policy or its name.")
+        self.profile = Profile.default() if profile is None else profile
+        _check_choice("align", align, (None, "region"))
+        _check_choice("clock", clock, ("steps", "tokens"))
+        _check_integer("page_size", page_size, 1)
+        _check_integer("observe_every", observe_every, 0)
+        _check_integer("window", window, 1)
+        if budget is not None:
+            _check_integer("budget", budget, 1, BudgetError)
+            if budget < page_size:
+                raise BudgetError(
+                    f"budget is {budget} tokens, but it must hold at least one page of "
+                    f"{page_size} tokens."
+                )
+            if not self.policy.bounded:
+                raise BudgetError(
+                    f"budget is {budget}, but policy {self.policy.name!r} never evicts; its "
+                    f"budget must be None."
+                )
+        self.budget = budget
+        self.page_size = page_size
+        self.align = align
+        self.clock = clock
+        self.observe_every = observe_every
+        self.window = window
+        self.default_region = self.profile.id(default_region)
+        self.attachment: Attachment = attach(model)
+        self.on_evict: Callable[[Evicted], None] | None = None
+        self.on_observe: Callable[[int, Tensor, Tensor], None] | None = None
+        self._clear()
+        super().__init__(
+            layers=[
+                PoolLayer(self, layer, window) for layer, window in enumerate(self.layout.windows)
+            ]
+        )
+
+    def _clear(self) -> None:
+        self.rows = 0
+        self.seen = 0
+        self.steps = 0
+        self.observations = 0
+        self.evicted_tokens = 0
+        self.evicted_pages = 0
+        self.peak_tokens = 0
+        self.prefilling = False
+        self.tables: list[SlotTable] = []
+        self.pools: list[KVPool] = []
+        self.ledgers: list[Ledger] = []
+        self._labels: list[list[Labels]] = []
+        self._slabs: dict[int | None, Tensor] = {}
+        self._zero: Tensor | None = None
+        self._running: Forward | None = None
+        self._last_count = 0
+        self._labels_before: list[list[Labels]] = []
+
+    # What transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens seen, not kept; within a forward, those before it."""
+        return self.seen if self._running is None else self._running.first_index
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (kv_len, offset) of a forward such that new tokens get their true indices."""
+        return self.mask_sizes(query_length, layer_idx)
+
+    def mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
+        """The same, noting which layer's mask is made next."""
+        forward = self._running
+        if forward is not None:
+            forward.mask_layer = layer
+            return self.table_of(layer).width, forward.first_index - (
+                self.table_of(layer).width - query_length
+            )
+        width = self.table_of(layer).width if self.tables else 0
+        return width + query_length, self.seen - width
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, and return all that it keeps, in slot order.
+
+        Args:
+            key_states: `(batch, num_kv_heads, count, head_dim)`.
+            value_states: like `key_states`.
+            layer_idx: the layer.
+            args: ignored.
+            kwargs: ignored.
+
+        Returns:
+            Keys and values, each `(batch, num_kv_heads, kv_len, head_dim)`, views of the pool.
+
+        Raises:
+            SessionError: outside a forward of the model that this cache was made for.
+        """
+        forward = self._running
+        if forward is None:
+            raise SessionError(
+                "A MemDecayCache is filled only by a forward of the model it was made for."
+            )
+        if layer_idx == len(self.pools):
+            self._make_pool(key_states, value_states, layer_idx)
+        forward.layer = layer_idx
+        table = self.table_of(layer_idx)
+        pool = self.pools[layer_idx]
+        pool.write(forward.writes[table.window], key_states, value_states)
+        return pool.keys(table.width), pool.values(table.width)
+
+    def reset(self) -> None:
+        """Forget everything; the pools are freed."""
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens seen, by their true positions: a rollback.
+
+        After a forward of several tokens this ends one speculative decode step, so the clock
+        moves on by one step.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to forget.
+
+        Raises:
+            MemDecayError: the argument is positive or larger than what was seen.
+        """
+        count = -tokens_to_remove
+        if not 0 <= count <= self.seen:
+            raise MemDecayError(
+                f"tokens_to_remove is {tokens_to_remove}, but it must be between {-self.seen} and "
+                f"0."
+            )
+        if count:
+            self._rollback(count)
+        if self._last_count > 1 and not self.prefilling:
+            self.steps += 1
+            self._release_queries()
+        self._last_count = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was, with its own keep set (beam search)."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, each repetition right after its row."""
+        if self.rows:
+            self._select_rows(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows, given as indices or as a bool mask."""
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select_rows(rows)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse: the pool does not move.
+
+        Raises:
+            MemDecayError: always.
+        """
+        PoolLayer._refuse(torch.empty(0))
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse: the pool does not move.
+
+        Raises:
+            MemDecayError: always.
+        """
+        PoolLayer._refuse(torch.empty(0))
+
+    # What orchestrators say
+
+    def label(
+        self,
+        regions: Sequence[str],
+        *,
+        spans: Sequence[int] | None = None,
+        pinned: bool = False,
+        row: int = 0,
+    ) -> None:
+        """Say which regions the next tokens of a row belong to, before they are run.
+
+        Args:
+            regions: one name a token, padding not counted.
+            spans: for each token the message part it comes from, increasing with time.
+            pinned: never evict these tokens.
+            row: which sequence of the batch.
+
+        Raises:
+            ProfileError: a name is unknown.
+        """
+        ids = {name: self.profile.id(name) for name in dict.fromkeys(regions)}
+        region = torch.tensor([ids[name] for name in regions], dtype=torch.int64)
+        span = torch.zeros(len(regions), dtype=torch.int64)
+        if spans is not None:
+            span = torch.tensor(spans, dtype=torch.int64)
+        if len(span) != len(region):
+            raise MemDecayError(
+                f"spans has {len(span)} entries, but it must have one for each of the "
+                f"{len(region)} tokens in regions."
+            )
+        _check_integer("row", row, 0)
+        while len(self._labels) <= row:
+            self._labels.append([])
+        self._labels[row].append(Labels(region, span, pinned))
+
+    def pin(self, chosen: Callable[[Ledger], Tensor], pinned: bool = True, row: int = 0) -> int:
+        """Pin or release kept tokens of a row; returns how many `chosen` picked."""
+        ledger = self.ledgers[row]
+        mask = chosen(ledger)
+        ledger["pinned"][mask] = pinned
+        return int(mask.sum())
+
+    # What is in it
+
+    @property
+    def now(self) -> float:
+        """The clock: decode steps, or tokens seen."""
+        return float(self.steps if self.clock == "steps" else self.seen)
+
+    @property
+    def main(self) -> SlotTable:
+        """The table that the ledgers are aligned with: full attention if any layer has it."""
+        return self.tables[0]
+
+    def table_of(self, layer: int) -> SlotTable:
+        """The slot table of a layer."""
+        return self.tables[self.layout.table[layer]]
+
+    def rank_of(self, layer: int) -> int:
+        """The number of earlier layers with the same table."""
+        return self.layout.rank[layer]
+
+    def kept(self, row: int = 0) -> int:
+        """Tokens kept of a sequence."""
+        return self.main.lengths[row] if self.tables else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools: what the KV holds of memory, used or not."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    # A forward
+
+    def begin(self, rows: int, count: int, attention_mask: Tensor | None) -> Forward:
+        """Make room for a forward and enter its tokens; called before the model's first layer.
+
+        Args:
+            rows: sequences of the batch.
+            count: tokens of the forward, padding included.
+            attention_mask: `(rows, seen + count)`, 0 for padding, or None.
+
+        Returns:
+            The plan of the forward.
+
+        Raises:
+            BudgetError: the tokens do not fit, whatever is evicted; nothing has changed.
+        """
+        if self.rows and rows != self.rows:
+            raise SessionError(
+                f"The forward has {rows} sequences, but this cache holds {self.rows}; use one "
+                f"cache for each batch."
+            )
+        real = self._real(rows, count, attention_mask)
+        labels = [[*queue] for queue in self._labels]
+        if not self.rows:
+            self._make_tables(rows)
+        new = real.sum(1).tolist() if real is not None else [count] * rows
+        decoding = count == 1 and self.seen > 0 and not self.prefilling
+        if decoding:
+            self._release_queries()
+        try:
+            self._make_room(new)
+        except BudgetError:
+            if not self.seen:
+                self._clear()
+                self._labels = labels
+            raise
+        self.steps += decoding
+        for row, ledger in enumerate(self.ledgers):
+            self._enter(row, ledger, new[row])
+        forward = Forward(
+            self,
+            count=count,
+            first_index=self.seen,
+            real=real,
+            writes={table.window: table.append(self.seen, count, real) for table in self.tables},
+            decoding=decoding,
+            observing=self._observes(decoding),
+        )
+        self._labels_before = labels
+        self.seen += count
+        self.peak_tokens = max(self.peak_tokens, *self.main.lengths)
+        self._running = forward
+        self._last_count = count
+        return forward
+
+    def end(self, forward: Forward) -> None:
+        """Take in what a finished forward observed; called after the model's last layer."""
+        self._running = None
+        if not forward.observing:
+            return
+        for row, mass in enumerate(forward.masses()):
+            if not forward.decoding:
+                self.ledgers[row].hold_queries(mass)
+            elif mass.shape[1]:
+                self._observe(row, mass[:, 0])
+        self.observations += forward.decoding
+
+    def abort(self, forward: Forward) -> None:
+        """Take back the tokens of a forward that raised; what was evicted for them stays so."""
+        self._running = None
+        self._last_count = 0
+        self.steps -= forward.decoding
+        self._rollback(forward.count)
+        if not self.seen:
+            self._clear()
+        self._labels = self._labels_before
+
+    def _real(self, rows: int, count: int, attention_mask: Tensor | None) -> Tensor | None:
+        if attention_mask is None:
+            return None
+        if attention_mask.ndim != 2:
+            raise MemDecayError(
+                f"attention_mask has {attention_mask.ndim} dimensions, but a MemDecayCache takes "
+                f"only a 2D mask of padding; it makes the causal mask itself."
+            )
+        if attention_mask.shape[1] < count:
+            raise MemDecayError(
+                f"attention_mask has {attention_mask.shape[1]} columns, but the forward has "
+                f"{count} tokens; pass the mask of all {self.seen + count} tokens seen."
+            )
+        real = attention_mask[:, -count:].bool()
+        return None if bool(real.all()) else real
+
+    def _make_tables(self, rows: int) -> None:
+        self.rows = rows
+        device = self.layout.device
+        capacity = self.budget or _FIRST_CAPACITY
+        self.tables = [
+            SlotTable(rows, self._capacity(window, capacity), window, device)
+            for window in self.layout.table_windows
+        ]
+        self.ledgers = [
+            Ledger(
+                self.policy,
+                self.profile,
+                capacity=self.tables[0].capacity,
+                page_size=self.page_size,
+                align=self.align,
+                window=self.window,
+                device=device,
+            )
+            for _ in range(rows)
+        ]
+
+    def _capacity(self, window: int | None, capacity: int) -> int:
+        """Slots of a table: a sliding one needs its window, and slack to shift it rarely."""
+        return capacity if window is None else min(capacity, window + max(64, window // 4))
+
+    def _make_pool(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        if keys.shape != values.shape:
+            raise MemDecayError(
+                f"Layer {layer} has keys of shape {tuple(keys.shape)} and values of shape "
+                f"{tuple(values.shape)}, but a MemDecayCache needs them alike."
+            )
+        rows, heads, _, head_dim = keys.shape
+        capacity = self.table_of(layer).capacity
+        self.pools.append(KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device))
+
+    def _make_room(self, new: list[int]) -> None:
+        """Evict until the next tokens fit the budget, or grow if there is none."""
+        for number, table in enumerate(self.tables):
+            if table.window is not None:
+                self._slide(number, table, max(new))
+        if self.budget is not None:
+            for row, ledger in enumerate(self.ledgers):
+                self._evict_excess(row, ledger, ledger.length + new[row] - self.budget, new[row])
+        for number, table in enumerate(self.tables):
+            need = max(length + extra for length, extra in zip(table.lengths, new, strict=True))
+            if need > table.capacity:
+                capacity = max(need, table.capacity + table.capacity // 2)
+                if self.budget is not None:
+                    capacity = min(capacity, max(need, self.budget))
+                table.grow(capacity)
+                for layer, pool in enumerate(self.pools):
+                    if self.layout.table[layer] == number:
+                        pool.grow(capacity, table.width)
+                if number == 0:
+                    for ledger in self.ledgers:
+                        ledger.grow(capacity)
+
+    def _evict_excess(self, row: int, ledger: Ledger, excess: int, new: int) -> None:
+        if excess <= 0:
+            return
+        self._release_queries(row)
+        try:
+            gone = ledger.plan(excess, self.now)
+        except BudgetError as error:
+            held = int(ledger.held().sum())
+            room = self.budget - held - ledger.open_tokens if self.budget else 0
+            raise BudgetError(
+                f"{new} new tokens do not fit budget={self.budget}, of which pins hold {held} and "
+                f"the page being filled {ledger.open_tokens}; run at most {max(room, 0)} tokens a "
+                f"forward (prefill_chunk_size in generate) or raise the budget."
+            ) from error
+        self._drop(row, gone)
+
+    def _slide(self, number: int, table: SlotTable, new: int) -> None:
+        """Free the slots that left the window, once the table has no room for more."""
+        assert table.window is not None
+        if table.width + new <= table.capacity:
+            return
+        for row in range(table.rows):
+            index = table.index[row, : table.lengths[row]]
+            gone = index <= self.seen - table.window
+            if number == 0:
+                if bool(gone.any()):
+                    self._release_queries(row)
+                    self._drop(row, gone)
+            else:
+                self._move(number, row, gone)
+
+    def _drop(self, row: int, gone: Tensor) -> None:
+        """Evict tokens of a row from every table, pool and ledger."""
+        ledger = self.ledgers[row]
+        evicted = Evicted(row, *(ledger[name][gone] for name in ("position", "page", "region")))
+        indices = self.main.index[row, : self.main.lengths[row]][gone]
+        pages = ledger.num_pages
+        for number, table in enumerate(self.tables):
+            if number == 0:
+                self._move(0, row, gone)
+            else:
+                index = table.index[row, : table.lengths[row]]
+                self._move(number, row, torch.isin(index, indices))
+        self.evicted_tokens += len(evicted.position)
+        self.evicted_pages += pages - ledger.num_pages
+        if self.on_evict is not None:
+            self.on_evict(evicted)
+
+    def _move(self, number: int, row: int, gone: Tensor) -> None:
+        table = self.tables[number]
+        move = table.drop(row, gone, ordered=table.window is not None)
+        if move is None:
+            return
+        for layer, pool in enumerate(self.pools):
+            if self.layout.table[layer] == number:
+                pool.move(move)
+        if number == 0:
+            self.ledgers[row].move(move)
+
+    def evict(self, positions: Tensor | Sequence[int], row: int = 0) -> int:
+        """Evict tokens of a row by their true positions, whatever the policy says.
+
+        Args:
+            positions: int64; those not kept are passed over.
+            row: which sequence of the batch.
+
+        Returns:
+            How many were evicted.
+        """
+        self._release_queries(row)
+        ledger = self.ledgers[row]
+        wanted = torch.as_tensor(positions, dtype=torch.int64, device=self.layout.device)
+        gone = torch.isin(ledger["position"], wanted)
+        count = int(gone.sum())
+        if count:
+            self._drop(row, gone)
+        return count
+
+    def shrink(self, budget: int, row: int | None = None) -> None:
+        """Evict by the policy until each row keeps at most `budget` tokens; the budget stays.
+
+        Raises:
+            BudgetError: `budget` is not positive, or the pins leave too little to evict.
+        """
+        _check_integer("budget", budget, 1, BudgetError)
+        for number, ledger in enumerate(self.ledgers):
+            if row in (None, number):
+                self._evict_excess(number, ledger, ledger.length - budget, 0)
+
+    # Bookkeeping
+
+    def _observes(self, decoding: bool) -> bool:
+        wanted = "attention" in self.policy.needs or self.on_observe is not None
+        if not wanted or not self.observe_every:
+            return False
+        return not decoding or self.steps % self.observe_every == 0
+
+    def _observe(self, row: int, mass: Tensor) -> None:
+        refreshed = self.ledgers[row].observe(mass, self.now)
+        if self.on_observe is not None:
+            self.on_observe(row, mass, refreshed)
+
+    def _release_queries(self, row: int | None = None) -> None:
+        """Count the end of a prompt as one observation, if one is held."""
+        released = False
+        for number, ledger in enumerate(self.ledgers):
+            if row in (None, number) and ledger.num_queries:
+                mass = ledger.release_queries()
+                self._observe(number, mass)
+                released = True
+        self.observations += released
+
+    def _enter(self, row: int, ledger: Ledger, count: int) -> None:
+        """Give the next tokens of a row their labels, and enter them."""
+        if count == 0:
+            return
+        queue = self._labels[row] if row < len(self._labels) else []
+        left = count
+        while left:
+            if queue:
+                labels = queue.pop(0)
+                if len(labels.region) > left:
+                    labels, rest = labels.split(left)
+                    queue.insert(0, rest)
+            else:
+                labels = Labels(
+                    torch.full((left,), self.default_region),
+                    torch.full((left,), ledger.latest_span),
+                )
+            size = len(labels.region)
+            arrival: Tensor | float = self.now
+            if self.clock == "tokens":
+                arrival = torch.arange(ledger.seen, ledger.seen + size, dtype=torch.float32)
+            ledger.append(labels, self.now, arrival)
+            left -= size
+
+    def _rollback(self, count: int) -> None:
+        """Forget the last `count` tokens seen, padding included, in every row."""
+        keep_below = self.seen - count
+        for row, ledger in enumerate(self.ledgers):
+            gone = self.main.index[row, : self.main.lengths[row]] >= keep_below
+            forgotten = int(gone.sum())
+            for number, table in enumerate(self.tables):
+                index = table.index[row, : table.lengths[row]]
+                self._move(number, row, index >= keep_below)
+            ledger.rewind(forgotten)
+        self.seen = keep_below
+
+    def _select_rows(self, rows: Tensor) -> None:
+        if not self.rows:
+            return
+        used = [table.width for table in self.tables]
+        for layer, pool in enumerate(self.pools):
+            pool.select_rows(rows, used[self.layout.table[layer]])
+        for table in self.tables:
+            table.select_rows(rows)
+        self.ledgers = [self.ledgers[row].copy() for row in rows.tolist()]
+        queues = self._labels + [[]] * (self.rows - len(self._labels))
+        self._labels = [[*queues[row]] for row in rows.tolist()]
+        self.rows = len(rows)
+
+    def copy(self) -> MemDecayCache:
+        """Return an independent copy, for the same model."""
+        other = MemDecayCache.__new__(MemDecayCache)
+        other.__dict__.update(self.__dict__)
+        other.layers = [
+            PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
+        ]
+        other.tables = [table.copy() for table in self.tables]
+        other.pools = [pool.copy() for pool in self.pools]
+        other.ledgers = [ledger.copy() for ledger in self.ledgers]
+        other._labels = [[*queue] for queue in self._labels]
+        other._slabs = {}
+        other._running = None
+        other.on_evict = other.on_observe = None
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemDecayCache:
+        return self.copy()
+
+    # Scratch memory of observations
+
+    def slab(self, table: SlotTable, rows: int, width: int) -> Tensor:
+        """Return `(layers of the table, rows, width)` float32 to put probabilities in."""
+        layers = self.layout.table.count(self.tables.index(table))
+        need = layers * rows * width
+        slab = self._slabs.get(table.window)
+        if slab is None or slab.numel() < need:
+            room = layers * rows * min(table.capacity, width + width // 4 + 64)
+            slab = torch.empty(room, device=self.layout.device)
+            self._slabs[table.window] = slab
+        return slab[:need].view(layers, rows, width)
+
+    def slab_sum(self, table: SlotTable, heads: int) -> Tensor:
+        """Return `(batch, width)`, the probabilities of a decode step over layers and heads."""
+        slab = self.slab(table, self.rows * heads, table.width)
+        layers, _, width = slab.shape
+        return slab.view(layers, self.rows, heads, width).sum((0, 2))
+
+    def zero(self, like: Tensor) -> Tensor:
+        """Return the ignored first operand of `baddbmm`."""
+        if self._zero is None or self._zero.dtype != like.dtype:
+            self._zero = torch.zeros(1, dtype=like.dtype, device=like.device)
+        return self._zero
+
+
+def _check_integer(
+    name: str, value: object, minimum: int, error: type[MemDecayError] = MemDecayError
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise error(f"{name} is {value!r}, but it must be an integer of at least {minimum}.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        allowed = " or ".join(repr(choice) for choice in choices)
+        raise MemDecayError(f"{name} is {value!r}, but it must be {allowed}.")

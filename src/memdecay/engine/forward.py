@@ -1,0 +1,329 @@
+"""One forward of the model: its exact masks, its attention, and what the attention said.
+
+In a decode step the softmax that makes the output is the observation. In a prompt only the last
+`window` queries are computed once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from memdecay.engine.attach import AttachedForward
+from memdecay.errors import ModelError
+
+if TYPE_CHECKING:
+    from memdecay.engine.cache import MemDecayCache
+    from memdecay.engine.slots import SlotTable, Write
+
+
+class Forward(AttachedForward):
+    """What one forward needs to know and collects; it lives from `begin` to `end` of the cache.
+
+    Args:
+        cache: the cache that serves it.
+        count: tokens of the forward, padding included.
+        first_index: sequence index of the first of them.
+        real: `(rows, count)` bool, False for padding; None if all are real.
+        writes: for each slot table, where the new tokens go.
+        decoding: whether this is a decode step, not part of a prompt.
+        observing: whether attention is recorded.
+    """
+
+    cache: MemDecayCache
+
+    def __init__(
+        self,
+        cache: MemDecayCache,
+        *,
+        count: int,
+        first_index: int,
+        real: Tensor | None,
+        writes: dict[int | None, Write],
+        decoding: bool,
+        observing: bool,
+    ) -> None:
+        self.cache = cache
+        self.count = count
+        self.first_index = first_index
+        self.real = real
+        self.writes = writes
+        self.decoding = decoding
+        self.observing = observing
+        self.mask_layer = 0
+        self.layer = 0
+        self.num_heads = 0
+        self.sums: dict[int | None, Tensor] = {}
+        self._window_rows: tuple[Tensor, Tensor] | None = None
+
+    # Masks
+
+    def mask(
+        self,
+        *,
+        batch_size: int,
+        q_length: int,
+        q_offset: int,
+        mask_function: Callable[..., Tensor],
+        allow_is_causal_skip: bool = True,
+        device: torch.device | str = "cpu",
+        **_: Any,
+    ) -> Tensor | None:
+        """Return who may see whom, `(batch, 1, q_length, width)` bool, or None for plain causal.
+
+        The model's own mask function is evaluated at the true positions of the kept tokens.
+        """
+        table = self.cache.table_of(self.mask_layer)
+        if allow_is_causal_skip and self.plain(table):
+            return None
+        query = torch.arange(q_length, device=device) + q_offset
+        key = table.index[:, : table.width]
+        row = torch.arange(batch_size, device=device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        visible = mask_function(
+            row, head, query[None, None, :, None], key.clamp(min=0)[:, None, None, :]
+        )
+        visible = visible & (key >= 0)[:, None, None, :]
+        if self.real is not None:
+            # A padding query sees nothing; softmax over nothing is NaN, so it sees everything.
+            visible = visible | ~self.real[:, None, :, None]
+        return visible.expand(batch_size, 1, q_length, table.width)
+
+    def plain(self, table: SlotTable) -> bool:
+        """Whether no query of this forward needs a mask beyond what `is_causal` says."""
+        if self.real is not None or table.ragged:
+            return False
+        if self.count == 1:
+            seen = self.first_index + 1
+            if table.window is None or seen <= table.window:
+                return True
+            return int(table.index[:, : table.width].min()) > seen - 1 - table.window
+        only_new = table.width == self.count
+        return only_new and (table.window is None or self.count <= table.window)
+
+    # Attention
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend, and record how much mass each kept token got.
+
+        Args:
+            module: the attention module.
+            query: `(batch, num_heads, count, head_dim)`.
+            key: `(batch, num_kv_heads, width, head_dim)`.
+            value: like `key`.
+            attention_mask: from `mask`.
+            scaling: factor of the logits, 1/sqrt(head_dim) by default.
+            softcap: tanh cap of the logits (Gemma 2).
+            kwargs: passed on to the model's own attention where that runs.
+
+        Returns:
+            `(batch, count, num_heads, head_dim)`, and None for the weights.
+        """
+        if kwargs.get("position_bias") is not None:
+            raise ModelError(
+                f"{type(module).__name__} adds a position bias, which memdecay cannot serve."
+            )
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        self.num_heads = query.shape[1]
+        if query.shape[2] == 1:
+            out = self._decode(query, key, value, attention_mask, scale, softcap)
+        elif softcap is not None:
+            out = _softcapped(query, key, value, attention_mask, scale, softcap)
+        elif attention_mask is not None:
+            out = _packed_sdpa(query, key, value, attention_mask, scale)
+        else:
+            out, _ = sdpa_attention_forward(
+                module, query, key, value, None, scaling=scaling, **kwargs
+            )
+        if self.observing and query.shape[2] > 1:
+            self._observe_window(query, key, attention_mask, scale, softcap)
+        return out, None
+
+    def _decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """One query a row, with the query heads of each KV head packed as its rows."""
+        batch, heads, _, head_dim = query.shape
+        kv_heads, width = key.shape[1], key.shape[2]
+        group = heads // kv_heads
+        packed = query.reshape(batch, kv_heads, group, head_dim)
+        if not self.observing and softcap is None:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                packed, key, value, attn_mask=mask, scale=scale
+            )
+            return out.reshape(batch, 1, heads, -1)
+        table = self.cache.table_of(self.layer)
+        probability = self.cache.slab(table, batch * heads, width)[self.cache.rank_of(self.layer)]
+        probability = probability.view(batch * kv_heads, group, width)
+        rows = packed.reshape(batch * kv_heads, group, head_dim)
+        keys, values = key.flatten(0, 1), value.flatten(0, 1)
+        by_head = query.dtype != torch.float32 and not query.is_cuda
+        if by_head:
+            # CPU bf16: bmm with few rows is several times slower than one mm a head.
+            logits = rows.new_empty(batch * kv_heads, group, width)
+            rows = rows * scale
+            for head in range(batch * kv_heads):
+                torch.mm(rows[head], keys[head].t(), out=logits[head])
+        else:
+            zero = self.cache.zero(query)
+            logits = torch.baddbmm(zero, rows, keys.transpose(1, 2), beta=0, alpha=scale)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if mask is not None:
+            hidden = ~mask.reshape(batch, 1, 1, width)
+            logits.view(batch, kv_heads, group, width).masked_fill_(
+                hidden, torch.finfo(logits.dtype).min
+            )
+        if logits.dtype == torch.float32:
+            weights = torch.softmax(logits, -1, out=probability)
+        else:
+            weights = torch.softmax(logits.float(), -1, out=probability).to(query.dtype)
+        if by_head:
+            out = rows.new_empty(batch * kv_heads, group, values.shape[-1])
+            for head in range(batch * kv_heads):
+                torch.mm(weights[head], values[head], out=out[head])
+        else:
+            out = torch.bmm(weights, values)
+        return out.reshape(batch, 1, heads, -1)
+
+    # Observation
+
+    def _observe_window(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Add this layer's mass of the last queries, `(batch, queries, width)`, to its table's."""
+        batch, heads, count, head_dim = query.shape
+        kv_heads, width = key.shape[1], key.shape[2]
+        group = heads // kv_heads
+        last = min(self.cache.window, count)
+        if self.real is None:
+            query = query[:, :, -last:]
+            mask = mask[:, :, -last:] if mask is not None else None
+        else:
+            rows, _ = self._last_real(last)
+            query = query.gather(2, rows[:, None, :, None].expand(-1, heads, -1, head_dim))
+            assert mask is not None
+            mask = mask.gather(2, rows[:, None, :, None].expand(-1, 1, -1, width))
+        total = query.new_zeros(batch, last, width, dtype=torch.float32)
+        hidden = ~mask if mask is not None else _future(last, width, query.device)
+        packed = query.reshape(batch, kv_heads, group, last, head_dim)
+        for head in range(kv_heads):
+            logits = torch.matmul(packed[:, head], key[:, head, None].transpose(-1, -2))
+            logits = logits.float().mul_(scale)
+            if softcap is not None:
+                logits = torch.tanh(logits / softcap) * softcap
+            logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
+            total += torch.softmax(logits, -1).sum(1)
+        window = self.cache.table_of(self.layer).window
+        if window in self.sums:
+            self.sums[window] += total
+        else:
+            self.sums[window] = total
+
+    def _last_real(self, last: int) -> tuple[Tensor, Tensor]:
+        """Return for each row the columns of its last real queries, and which of them exist."""
+        if self._window_rows is None:
+            assert self.real is not None
+            order = torch.argsort(self.real.to(torch.int8), dim=1, stable=True)[:, -last:]
+            self._window_rows = order, self.real.gather(1, order)
+        return self._window_rows
+
+    def masses(self) -> list[Tensor]:
+        """Return for each row `(kv_len, queries)`, the mass of each of its last real queries."""
+        sums = self.sums or {
+            table.window: self.cache.slab_sum(table, self.num_heads)[:, None]
+            for table in self.cache.tables
+        }
+        masses = self._combine(sums)
+        result = []
+        for row, length in enumerate(self.cache.main.lengths):
+            mass = masses[row, :, :length]
+            if self.real is not None and self.sums:
+                mass = mass[self._last_real(masses.shape[1])[1][row]]
+            elif self.real is not None:
+                mass = mass[self.real[row]]
+            result.append(mass.t())
+        return result
+
+    def _combine(self, sums: dict[int | None, Tensor]) -> Tensor:
+        """Average over all heads and layers, in the slots of the main table."""
+        main = self.cache.main
+        total = sums[main.window]
+        for table in self.cache.tables:
+            if table is main:
+                continue
+            first = self.cache.seen - (table.window or 0) - self.count
+            for row in range(main.rows):
+                # Window slots to main slots, through the few indices that a window can hold.
+                where = main.index[row, : main.lengths[row]]
+                recent = (where >= first).nonzero().flatten()
+                slot_of = where.new_full((self.cache.seen - first,), -1)
+                slot_of[where[recent] - first] = recent
+                index = table.index[row, : table.lengths[row]]
+                inside = (index >= first).nonzero().flatten()
+                slots = slot_of[index[inside] - first]
+                known = slots >= 0
+                total[row].index_add_(1, slots[known], sums[table.window][row][:, inside[known]])
+        return total / (len(self.cache.layers) * self.num_heads)
+
+
+def _future(queries: int, width: int, device: torch.device) -> Tensor:
+    """Return `(queries, width)` bool: keys after each of the last queries."""
+    return torch.ones(queries, width, dtype=torch.bool, device=device).triu_(width - queries + 1)
+
+
+def _packed_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend with the query heads of a KV head as rows, so that keys are never repeated."""
+    batch, heads, count, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    packed = query.reshape(batch, kv_heads, group * count, head_dim)
+    if group > 1:
+        mask = mask.expand(batch, 1, count, -1).repeat(1, 1, group, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        packed, key, value, attn_mask=mask, scale=scale
+    )
+    return out.reshape(batch, heads, count, -1).transpose(1, 2)
+
+
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attend with capped logits, which no fused kernel does."""
+    batch, heads, count, head_dim = query.shape
+    kv_heads, width = key.shape[1], key.shape[2]
+    packed = query.reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
+    logits = torch.matmul(packed, key[:, :, None].transpose(-1, -2)) * scale
+    logits = torch.tanh(logits / softcap) * softcap
+    hidden = ~mask[:, :, None] if mask is not None else _future(count, width, query.device)
+    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+    weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
+    out = torch.matmul(weights, value[:, :, None])
+    return out.reshape(batch, heads, count, -1).transpose(1, 2)

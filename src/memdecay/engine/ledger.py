@@ -1,0 +1,348 @@
+"""What is known of every kept token of one sequence, and which page it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memdecay.engine.slots import Move
+from memdecay.policy import Policy, Tokens
+from memdecay.policy.pages import page_scores, plan_eviction
+from memdecay.regions import Profile
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the orchestrator says of tokens to come.
+
+    Args:
+        region: (count,) int64, index into the profile.
+        span: (count,) int64, the message part each token comes from, increasing with time.
+        pinned: never evict them.
+    """
+
+    region: Tensor
+    span: Tensor
+    pinned: bool = False
+
+    def split(self, count: int) -> tuple[Labels, Labels]:
+        """Return the labels of the first `count` tokens, and the others."""
+        return (
+            Labels(self.region[:count], self.span[:count], self.pinned),
+            Labels(self.region[count:], self.span[count:], self.pinned),
+        )
+
+
+_COLUMNS: Mapping[str, torch.dtype] = {
+    "position": torch.int64,
+    "region": torch.int64,
+    "span": torch.int64,
+    "page": torch.int64,
+    "page_index": torch.int64,
+    "inserted_at": torch.float32,
+    "num_observed": torch.int32,
+    "pinned": torch.bool,
+}
+
+
+class Ledger:
+    """The per-token columns of one sequence, aligned with its slots, and its pages.
+
+    Args:
+        policy: whose columns are kept too.
+        profile: the region policies.
+        capacity: slots.
+        page_size: tokens a page.
+        align: None, or "region" to open a fresh page wherever the region changes.
+        window: queries that an observation at the end of a prompt averages over.
+        device: where the columns live.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        profile: Profile,
+        *,
+        capacity: int,
+        page_size: int,
+        align: str | None,
+        window: int,
+        device: torch.device,
+    ) -> None:
+        self.policy = policy
+        self.profile = profile
+        self.page_size = page_size
+        self.align = align
+        self.window = window
+        self.device = device
+        self.length = 0
+        self.seen = 0
+        self.num_pages = 0
+        self.latest_page = -1
+        self.next_page = 0
+        self.filled = 0
+        self.last_region = -1
+        self.latest_span = 0
+        self.columns = {
+            name: torch.zeros(capacity, dtype=dtype, device=device)
+            for name, dtype in _COLUMNS.items()
+        }
+        for name in policy.columns:
+            self.columns[f"state.{name}"] = torch.zeros(capacity, device=device)
+        self.queries = torch.zeros(capacity, window, device=device)
+        self.num_queries = 0
+
+    def __getitem__(self, column: str) -> Tensor:
+        """Return a column, (kv_len,), as a view."""
+        return self.columns[column][: self.length]
+
+    def tokens(self, now: float) -> Tokens:
+        """Return what a policy sees; the tensors are views, not to be written to."""
+        return Tokens(
+            position=self["position"],
+            region=self["region"],
+            span=self["span"],
+            inserted_at=self["inserted_at"],
+            num_observed=self["num_observed"],
+            now=now,
+            seq_len=self.seen,
+            state={name: self[f"state.{name}"] for name in self.policy.columns},
+        )
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots (mutates)."""
+        extra = capacity - self.queries.shape[0]
+        if extra > 0:
+            for name, column in self.columns.items():
+                self.columns[name] = torch.nn.functional.pad(column, (0, extra))
+            self.queries = torch.nn.functional.pad(self.queries, (0, 0, 0, extra))
+
+    # Pages: page = true position // page_size, or counted from the last region boundary.
+
+    def pages_of(self, region: Tensor) -> tuple[Tensor, int, int, int]:
+        """Return the pages that the next tokens would get: nothing changes.
+
+        Args:
+            region: (count,) int64, their regions; count is at least 1.
+
+        Returns:
+            (count,) int64 pages, which rise by steps of one, and then `next_page`, `filled` and
+            `last_region` as they would be.
+        """
+        count = len(region)
+        if self.align is None:
+            last = self.seen + count - 1
+            page = torch.arange(self.seen, self.seen + count, device=self.device) // self.page_size
+            return page, last // self.page_size + 1, last % self.page_size + 1, -1
+        pages = []
+        next_page, filled, last_region = self.next_page, self.filled, self.last_region
+        for value in region.tolist():
+            if filled in (0, self.page_size) or value != last_region:
+                next_page, filled, last_region = next_page + 1, 0, value
+            filled += 1
+            pages.append(next_page - 1)
+        page = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        return page, next_page, filled, last_region
+
+    @property
+    def open_page(self) -> int | None:
+        """Index of the page being filled, if it holds a kept token."""
+        being_filled = self.filled % self.page_size and self.latest_page == self.next_page - 1
+        return self.num_pages - 1 if self.num_pages and being_filled else None
+
+    @property
+    def open_tokens(self) -> int:
+        """Kept tokens of the page being filled."""
+        page = self.open_page
+        return 0 if page is None else int((self["page_index"] == page).sum())
+
+    # Changes
+
+    def append(self, labels: Labels, now: float, inserted_at: Tensor | float) -> None:
+        """Enter the next tokens, in the slots after the last one (mutates).
+
+        Args:
+            labels: of the new tokens.
+            now: clock reading.
+            inserted_at: clock reading at arrival, one or `(count,)`.
+        """
+        count = len(labels.region)
+        if count == 0:
+            return
+        fresh = slice(self.length, self.length + count)
+        page, next_page, filled, last_region = self.pages_of(labels.region)
+        spread = next_page - 1 - int(page[0]) if count > 1 else 0
+        opened = int(next_page - 1 - spread != self.latest_page or not self.num_pages)
+        columns = self.columns
+        columns["position"][fresh] = torch.arange(self.seen, self.seen + count, device=self.device)
+        columns["region"][fresh] = labels.region
+        columns["span"][fresh] = labels.span
+        columns["page"][fresh] = page
+        columns["page_index"][fresh] = page - page[0] + (self.num_pages - 1 + opened)
+        columns["inserted_at"][fresh] = inserted_at
+        columns["num_observed"][fresh] = 0
+        columns["pinned"][fresh] = labels.pinned
+        for name, value in self.policy.columns.items():
+            columns[f"state.{name}"][fresh] = value
+        self.queries[fresh] = 0
+        self.length += count
+        self.num_pages += opened + spread
+        self.seen += count
+        self.latest_page = next_page - 1
+        self.latest_span = int(labels.span[-1])
+        self.next_page, self.filled, self.last_region = next_page, filled, last_region
+        if self.policy.columns:
+            arrived = Tokens(
+                position=columns["position"][fresh],
+                region=columns["region"][fresh],
+                span=columns["span"][fresh],
+                inserted_at=columns["inserted_at"][fresh],
+                num_observed=columns["num_observed"][fresh],
+                now=now,
+                seq_len=self.seen,
+                state={name: columns[f"state.{name}"][fresh] for name in self.policy.columns},
+            )
+            for name, column in self.policy.on_insert(arrived).items():
+                columns[f"state.{name}"][fresh] = column
+
+    def move(self, move: Move) -> None:
+        """Repeat what a slot table did to its row (mutates)."""
+        for column in (*self.columns.values(), self.queries):
+            if move.order is not None:
+                column[: move.length] = column[move.order]
+            elif move.holes is not None:
+                column[move.holes] = column[move.movers]
+        self.length = move.length
+        index = self["page_index"]
+        kept = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
+        kept[index] = True
+        renumbered = kept.cumsum(0) - 1
+        index.copy_(renumbered[index])
+        self.num_pages = int(kept.sum())
+        self.latest_page = int(self["page"].max()) if self.length else -1
+
+    def rewind(self, count: int) -> None:
+        """Forget that the last `count` tokens were seen; their slots are already gone (mutates)."""
+        self.seen -= count
+        self.num_queries = max(0, self.num_queries - count)
+        if self.align is None:
+            self.next_page = -(-self.seen // self.page_size)
+            self.filled = (self.seen - 1) % self.page_size + 1 if self.seen else 0
+        elif self.length:
+            member = self["page"] == self.latest_page
+            self.next_page = self.latest_page + 1
+            self.filled = int(member.sum())
+            self.last_region = int(self["region"][member][0])
+        else:
+            self.next_page, self.filled, self.last_region = 0, 0, -1
+
+    # Attention
+
+    def observe(self, attention_mass: Tensor, now: float) -> Tensor:
+        """Let the policy learn from one observation (mutates).
+
+        Args:
+            attention_mass: (kv_len,) float32, share of one query's attention averaged over heads,
+                layers and the query window.
+            now: clock reading.
+
+        Returns:
+            (kv_len,) bool, tokens whose decay clock this observation reset, if the policy has one.
+        """
+        before = self.columns.get("state.refreshed_at")
+        old = before[: self.length].clone() if before is not None else None
+        changed = self.policy.observe(self.tokens(now), attention_mass, self.profile)
+        for name, column in changed.items():
+            self.columns[f"state.{name}"][: self.length] = column
+        self["num_observed"].add_(1)
+        if old is None:
+            return torch.zeros(self.length, dtype=torch.bool, device=self.device)
+        return self["state.refreshed_at"] != old
+
+    def hold_queries(self, masses: Tensor) -> None:
+        """Keep what the last queries of a prompt attended to, until the prompt ends (mutates).
+
+        A prompt may arrive in chunks; only its last `window` queries count, however it was cut.
+
+        Args:
+            masses: (kv_len, queries) float32, one column a query, oldest first.
+        """
+        new = masses.shape[1]
+        if new < self.window:
+            keep = min(self.num_queries, self.window - new)
+            self.queries[:, :keep] = self.queries[
+                :, self.num_queries - keep : self.num_queries
+            ].clone()
+            self.queries[: self.length, keep : keep + new] = masses
+            self.num_queries = keep + new
+        else:
+            self.queries[: self.length] = masses[:, -self.window :]
+            self.num_queries = self.window
+
+    def release_queries(self) -> Tensor:
+        """Return the (kv_len,) mass averaged over the held queries, and hold none (mutates)."""
+        mass = self.queries[: self.length, : self.num_queries].mean(1)
+        self.num_queries = 0
+        return mass
+
+    # Eviction
+
+    def plan(self, excess: int, now: float) -> Tensor:
+        """Return (kv_len,) bool, the tokens to evict to free `excess`; nothing changes.
+
+        Raises:
+            BudgetError: the pins leave too little to evict.
+        """
+        return plan_eviction(
+            self.tokens(now),
+            self.policy,
+            self.profile,
+            page_index=self["page_index"],
+            num_pages=self.num_pages,
+            pinned=self["pinned"],
+            excess=excess,
+            open_page=self.open_page,
+        )
+
+    def page_score(self, now: float) -> Tensor:
+        """Return (num_pages,) float64, the mean score of each page, equation (5)."""
+        score = self.policy.score(self.tokens(now), self.profile)
+        return page_scores(score, self["page_index"], self.num_pages)
+
+    def held(self) -> Tensor:
+        """Return (kv_len,) bool, the tokens that a pin keeps, alone or through their page."""
+        held = self["pinned"]
+        if "labels" in self.policy.needs:
+            held = held | self.profile.tensors(self.device)[2].index_select(0, self["region"])
+        pages = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
+        pages[self["page_index"][held]] = True
+        return pages[self["page_index"]]
+
+    def held_with(self, labels: Labels) -> tuple[int, int]:
+        """Return (pinned, held) token counts once these tokens are in: nothing changes.
+
+        `held` counts the kept and the new tokens of every page with a pinned token, as such a
+        page stays whole.
+        """
+        pinned_region = torch.zeros(len(self.profile.names), dtype=torch.bool, device=self.device)
+        if "labels" in self.policy.needs:
+            pinned_region = self.profile.tensors(self.device)[2]
+        page = torch.cat([self["page"], self.pages_of(labels.region)[0]])
+        pinned = torch.cat(
+            [
+                self["pinned"] | pinned_region[self["region"]],
+                pinned_region[labels.region] | labels.pinned,
+            ]
+        )
+        return int(pinned.sum()), int(torch.isin(page, page[pinned]).sum())
+
+    def copy(self) -> Ledger:
+        """An independent copy."""
+        other = Ledger.__new__(Ledger)
+        other.__dict__.update(self.__dict__)
+        other.columns = {name: column.clone() for name, column in self.columns.items()}
+        other.queries = self.queries.clone()
+        return other

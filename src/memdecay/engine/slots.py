@@ -1,0 +1,230 @@
+"""Which token lies in which slot: the table that every layer of one attention type shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Write:
+    """Where the tokens of one forward go.
+
+    When every row writes the same slots, `start` is the first of them and the index tensors are
+    None. Otherwise (padding, rows of different lengths) the four index tensors, each
+    `(num_written,)`, say which column of the forward goes to which slot of which row.
+    """
+
+    start: int
+    count: int
+    source_row: Tensor | None = None
+    source_column: Tensor | None = None
+    slot: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one row closes its holes: the tokens in `movers` are copied into the slots `holes`.
+
+    Both are `(num_moved,)` int64; `length` is the row's length afterwards. `order` is given
+    instead, `(length,)`, when the row must keep its tokens in order of position.
+    """
+
+    row: int
+    length: int
+    holes: Tensor | None = None
+    movers: Tensor | None = None
+    order: Tensor | None = None
+
+
+class SlotTable:
+    """Slot -> index of the token in its sequence, for each row, packed at the front.
+
+    `index` is `(rows, capacity)` int64 with -1 in free slots; `lengths[row]` slots of a row are in
+    use. A row is one sequence of the batch today. Nothing here knows of layers or heads, so a
+    table of one layer whose rows are `batch * num_kv_heads` describes keep sets that differ by
+    head and have ragged lengths (docs/decisions.md, "Pool and slot table").
+
+    Args:
+        rows: sequences in the batch.
+        capacity: slots a row.
+        window: width of a sliding-window layer, or None for full attention.
+        device: where `index` lives.
+    """
+
+    def __init__(self, rows: int, capacity: int, window: int | None, device: torch.device) -> None:
+        self.window = window
+        self.index = torch.full((rows, capacity), -1, dtype=torch.int64, device=device)
+        self.lengths = [0] * rows
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row."""
+        return self.index.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Columns that attention has to read: the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows have different lengths."""
+        return len(set(self.lengths)) > 1
+
+    def grow(self, capacity: int) -> None:
+        """Add free slots until there are `capacity` of them (mutates)."""
+        extra = capacity - self.capacity
+        if extra > 0:
+            self.index = torch.nn.functional.pad(self.index, (0, extra), value=-1)
+
+    def append(self, first_index: int, count: int, real: Tensor | None) -> Write:
+        """Give slots to the next tokens of every row (mutates).
+
+        Args:
+            first_index: sequence index of the first token of the forward.
+            count: tokens of the forward, padding included.
+            real: `(rows, count)` bool, False for padding, which gets no slot; None if all are real.
+
+        Returns:
+            Where to write keys and values.
+        """
+        device = self.index.device
+        arrivals = torch.arange(first_index, first_index + count, device=device)
+        if real is None and not self.ragged:
+            start = self.lengths[0]
+            self.index[:, start : start + count] = arrivals
+            self.lengths = [start + count] * self.rows
+            return Write(start, count)
+        if real is None:
+            real = torch.ones(self.rows, count, dtype=torch.bool, device=device)
+        starts = torch.tensor(self.lengths, device=device)
+        source_row, source_column = real.nonzero(as_tuple=True)
+        slot = starts[source_row] + real.cumsum(1)[source_row, source_column] - 1
+        self.index[source_row, slot] = arrivals[source_column]
+        new = real.sum(1).tolist()
+        self.lengths = [length + extra for length, extra in zip(self.lengths, new, strict=True)]
+        return Write(0, count, source_row, source_column, slot)
+
+    def drop(self, row: int, gone: Tensor, *, ordered: bool = False) -> Move | None:
+        """Free slots of one row and plan how to close the holes (mutates the table only).
+
+        The tokens at the end of the row fill the holes, which moves as few tokens as were
+        dropped; the mask reads true positions, so the order of slots means nothing.
+
+        Args:
+            row: which row.
+            gone: `(lengths[row],)` bool, True for slots to free.
+            ordered: keep the rest in order of position instead (sliding layers, whose tokens
+                leave from the front).
+
+        Returns:
+            The move that keys, values and per-token columns must repeat; None if nothing goes.
+        """
+        old = self.lengths[row]
+        keep = ~gone
+        length = int(keep.sum())
+        if length == old:
+            return None
+        if ordered:
+            order = keep.nonzero().flatten()
+            self.index[row, :length] = self.index[row, order]
+            move = Move(row, length, order=order)
+        else:
+            holes = gone[:length].nonzero().flatten()
+            movers = keep[length:].nonzero().flatten() + length
+            self.index[row, holes] = self.index[row, movers]
+            move = Move(row, length, holes, movers)
+        self.index[row, length:old] = -1
+        self.lengths[row] = length
+        return move
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Make row i of the table what row `rows[i]` was (mutates)."""
+        self.index = self.index.index_select(0, rows.to(self.index.device))
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
+
+    def copy(self) -> SlotTable:
+        """An independent copy."""
+        other = SlotTable.__new__(SlotTable)
+        other.window, other.index, other.lengths = self.window, self.index.clone(), [*self.lengths]
+        return other
+
+
+class KVPool:
+    """The keys and values of one layer, preallocated and written in place.
+
+    `kv` is `(2, rows, num_kv_heads, capacity, head_dim)`: keys, then values, in one tensor so that
+    closing holes is one copy a layer. It starts as zeros, never as uninitialised memory: a masked
+    slot has weight zero, and zero times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kv = torch.zeros(2, rows, heads, capacity, head_dim, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the pool holds, used or not."""
+        return self.kv.untyped_storage().nbytes()
+
+    def keys(self, width: int) -> Tensor:
+        """`(rows, num_kv_heads, width, head_dim)` view of the first `width` slots' keys."""
+        return self.kv[0, :, :, :width]
+
+    def values(self, width: int) -> Tensor:
+        """`(rows, num_kv_heads, width, head_dim)` view of the first `width` slots' values."""
+        return self.kv[1, :, :, :width]
+
+    def write(self, where: Write, keys: Tensor, values: Tensor) -> None:
+        """Store a forward's keys and values, each `(rows, num_kv_heads, count, head_dim)`."""
+        for kind, new in enumerate((keys.detach(), values.detach())):
+            if where.source_row is None:
+                self.kv[kind, :, :, where.start : where.start + where.count].copy_(new)
+            else:
+                chosen = new[where.source_row, :, where.source_column]
+                self.kv[kind, where.source_row, :, where.slot] = chosen
+
+    def move(self, move: Move) -> None:
+        """Close the holes of one row as its slot table did."""
+        row = self.kv[:, move.row]
+        if move.order is not None:
+            row[:, :, : move.length] = row.index_select(2, move.order)
+        elif move.holes is not None and move.movers is not None and len(move.holes):
+            row.index_copy_(2, move.holes, row.index_select(2, move.movers))
+
+    def grow(self, capacity: int, used: int) -> None:
+        """Reallocate with room for `capacity` slots a row, keeping the first `used`."""
+        two, rows, heads, old, head_dim = self.kv.shape
+        if capacity > old:
+            kv = self.kv.new_zeros(two, rows, heads, capacity, head_dim)
+            kv[:, :, :, :used] = self.kv[:, :, :, :used]
+            self.kv = kv
+
+    def select_rows(self, rows: Tensor, used: int) -> None:
+        """Make row i of the pool what row `rows[i]` was."""
+        rows = rows.to(self.kv.device)
+        if len(rows) == self.kv.shape[1]:
+            self.kv[:, :, :, :used] = self.kv[:, :, :, :used].index_select(1, rows)
+        else:
+            self.kv = self.kv.index_select(1, rows)
+
+    def copy(self) -> KVPool:
+        """An independent copy."""
+        other = KVPool.__new__(KVPool)
+        other.kv = self.kv.clone()
+        return other
