@@ -170,4 +170,4 @@ def _add_levels(levels: dict[int, list[int]], sample: ScoreSample) -> None:
 
 
 def _resource(name: str) -> str:
-    return resources.files("memdecay.cli").joinpath("page", name).read_text("utf-8")
+    return (resources.files("memdecay.cli") / "page" / name).read_text("utf-8")

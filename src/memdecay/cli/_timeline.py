@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ class Timeline:
             _sample(item, len(events), f"timeline.scores[{i}]")
             for i, item in enumerate(_list(top, "scores", "timeline"))
         )
-        for i, (before, after) in enumerate(zip(scores, scores[1:], strict=False), start=1):
+        for i, (before, after) in enumerate(itertools.pairwise(scores), start=1):
             if after.event < before.event:
                 raise _wrong(f"timeline.scores[{i}].event", after.event, "in order of events")
         return cls(page_size, regions, pages, events, scores)
@@ -177,12 +178,12 @@ def _list(item: Mapping[Any, Any], field: str, where: str) -> Sequence[Any]:
 def _integer(
     item: Mapping[Any, Any], field: str, where: str, minimum: int = 0, below: int | None = None
 ) -> int:
-    value = item.get(field)
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-    if not ok or (below is not None and value >= below):
+    value: Any = item.get(field)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < minimum or (below is not None and value >= below):
         limit = f" and below {below}" if below is not None else ""
         raise _wrong(f"{where}.{field}", value, f"an integer of at least {minimum}{limit}")
-    return int(value)  # type: ignore[arg-type]
+    return int(value)
 
 
 def _number(value: object, where: str) -> float:

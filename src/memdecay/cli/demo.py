@@ -1,0 +1,242 @@
+"""`memdecay demo`: one agent episode in a quarter of its memory, beside what others forget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.text import Text
+
+from memdecay.cli import _look, _options, _terminal
+from memdecay.cli._budget import Budget, parse_budget
+from memdecay.cli._episode import Answer, Episode, load_episode
+from memdecay.cli._page import Page, PolicyView, TurnMark, build_page
+from memdecay.cli._replay import count_tokens, split_turns
+from memdecay.cli._timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from memdecay.policy.base import Policy
+
+EXAMPLE = "memdecay demo --budget 25% --html demo.html"
+
+POLICIES = ("full", "streaming", "memdecay")
+_ANSWER_TOKENS = 24
+
+
+def demo(
+    budget: _options.BudgetText = "25%",
+    model: _options.Model = "smollm2",
+    html: Annotated[Path, typer.Option("--html", help="Where the page goes.")] = Path("demo.html"),
+    as_json: _options.Json = False,
+) -> None:
+    """Play a built-in agent episode with the full cache, streaming and memdecay.
+
+    Facts are planted in the system text, a user turn, a tool output and a retrieved document;
+    afterwards the model is asked for each. Shows every answer, right or wrong, what is kept of
+    each region and the peak of the KV cache, and writes a self-contained page.
+    """
+    asked = parse_budget(budget)
+    _terminal.check_output(html, "--html")
+    chosen = _options.policies(POLICIES)
+    with _terminal.results(as_json):
+        result, page = _play(asked, model, chosen)
+        _terminal.write_file(html, page)
+    result["html"] = str(html)
+    if as_json:
+        _terminal.print_json(result)
+    else:
+        _show(result)
+
+
+def _play(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict[str, Any], str]:
+    import torch
+
+    from memdecay.engine import load_model
+
+    torch.manual_seed(_terminal.SEED)
+    episode = load_episode()
+    started = time.perf_counter()
+    with _terminal.progress() as progress:
+        loading = progress.add_task(f"loading {name}", total=None)
+        model, tokenizer = load_model(name)
+        progress.remove_task(loading)
+        ids = _read(tokenizer, episode)
+        budget = asked.resolve(len(ids))
+        views: list[PolicyView] = []
+        marks: list[TurnMark] = []
+        seconds: dict[str, float] = {}
+        for policy in chosen.values():
+            began = time.perf_counter()
+            view, marks = _episode(model, tokenizer, policy, budget, episode, len(ids), progress)
+            views.append(view)
+            seconds[policy.name] = round(time.perf_counter() - began, 2)
+    result = {
+        "model": name,
+        "episode": episode.id,
+        "budget": asked.text,
+        "budget_tokens": budget,
+        "seen_tokens": len(ids),
+        "peak_resident_tokens": {v.policy: v.report["peak_resident_tokens"] for v in views},
+        "peak_kv_bytes": {v.policy: v.report["peak_kv_bytes"] for v in views},
+        "kept_by_region": {v.policy: dict(v.report["kept_by_region"]) for v in views},
+        "seen_by_region": {v.policy: dict(v.report["seen_by_region"]) for v in views},
+        "answers": [answer.to_dict() for view in views for answer in view.answers],
+        "seconds": {**seconds, "total": round(time.perf_counter() - started, 2)},
+        **_terminal.provenance(),
+    }
+    return result, _page(result, views, marks, ids, tokenizer)
+
+
+def _episode(
+    model: Any,
+    tokenizer: Any,
+    policy: Policy,
+    budget: int,
+    episode: Episode,
+    total: int,
+    progress: Progress,
+) -> tuple[PolicyView, list[TurnMark]]:
+    """Play the episode under one policy and ask every probe on a copy."""
+    from memdecay.engine import Session
+
+    reading = progress.add_task(f"{policy.name}: reading the episode", total=total)
+    marks: list[TurnMark] = []
+    with Session(
+        model,
+        tokenizer,
+        budget=budget if policy.bounded else None,
+        policy=policy,
+        retrievers=episode.retrievers,
+        record_timeline=True,
+    ) as session:
+        with count_tokens(model, lambda count: progress.advance(reading, count)):
+            for turn in split_turns(episode.messages):
+                start = session.report().seen_tokens
+                # Scoring reads the agent's own words one decode step after the other, as when it
+                # wrote them: that is what the clock of the decay counts.
+                session.append(turn.messages, score=True)
+                end = session.report().seen_tokens
+                marks.append(TurnMark(turn.index, turn.label, start, end))
+        progress.remove_task(reading)
+        asking = progress.add_task(f"{policy.name}: asking", total=len(episode.probes))
+        answers = []
+        for probe in episode.probes:
+            text = session.ask(probe.question, max_new_tokens=_ANSWER_TOKENS).strip()
+            answers.append(Answer(policy.name, probe, text))
+            progress.advance(asking)
+        progress.remove_task(asking)
+        view = PolicyView(
+            policy=policy.name,
+            summary=policy.summary,
+            bounded=policy.bounded,
+            main=policy.name == "memdecay",
+            report=session.report().to_dict(),
+            timeline=Timeline.parse(session.timeline()),
+            answers=answers,
+        )
+    return view, marks
+
+
+def _read(tokenizer: Any, episode: Episode) -> list[int]:
+    """Return the ids of the whole episode, which say how long it is and what each page holds."""
+    from memdecay.prompt import Conversation
+
+    conversation = Conversation(tokenizer, retrievers=episode.retrievers)
+    ids: list[int] = []
+    for turn in split_turns(episode.messages):
+        ids += conversation.append(turn.messages).ids
+    return ids
+
+
+def _page(
+    result: dict[str, Any],
+    views: list[PolicyView],
+    marks: list[TurnMark],
+    ids: list[int],
+    tokenizer: Any,
+) -> str:
+    seen, budget = result["seen_tokens"], result["budget_tokens"]
+    share = f"{100 * budget / seen:.0f}%"
+    size = views[0].timeline.page_size
+    return build_page(
+        Page(
+            title="memdecay demo",
+            headline=f"One agent episode, {share} of the cache",
+            standfirst=(
+                f"{result['model']} reads the same conversation three times: once with its full "
+                f"KV cache, and twice with room for {budget:,} of its {seen:,} tokens. streaming "
+                f"keeps the latest tokens; memdecay pins the instructions and forgets the rest "
+                f"region by region. Below is every page of the cache, and what the model can "
+                f"still answer."
+            ),
+            facts=_facts(result, size),
+            turns=marks,
+            views=views,
+            texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
+            footer=footer(result, "memdecay demo --budget " + result["budget"]),
+        )
+    )
+
+
+def _facts(result: dict[str, Any], page_size: int) -> list[tuple[str, str]]:
+    return [
+        ("model", result["model"]),
+        ("episode", result["episode"]),
+        ("budget", f"{result['budget_tokens']:,} of {result['seen_tokens']:,} tokens"),
+        ("page", f"{page_size} tokens"),
+        ("run time", f"{result['seconds']['total']:.0f} s"),
+    ]
+
+
+def footer(result: dict[str, Any], command: str) -> str:
+    """Return the line that says how to make the page again, and with what it was made."""
+    made = [f"{name} {version}" for name, version in result["versions"].items() if version]
+    made.append(f"seed {result['seed']}")
+    if result["commit"]:
+        made.append(f"commit {result['commit'][:12]}")
+    return f"{command} · " + " · ".join(made)
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = _terminal.out()
+    share = f"{100 * result['budget_tokens'] / result['seen_tokens']:.0f}%"
+    console.print(
+        f"\n[bold]memdecay demo[/]: {escape(result['model'])} on the episode {result['episode']}, "
+        f"{result['seen_tokens']:,} tokens; budget {result['budget_tokens']:,} ({share})\n"
+    )
+    policies = list(result["peak_resident_tokens"])
+    table = _look.titled("Answers")
+    table.add_column("fact planted in", ratio=3)
+    for policy in policies:
+        table.add_column(policy, ratio=4)
+    for where in dict.fromkeys(answer["where"] for answer in result["answers"]):
+        row = [answer for answer in result["answers"] if answer["where"] == where]
+        asked = Text(where).append(f"\n{row[0]['question']} {row[0]['gold']}", style="dim")
+        cells = [_look.mark(console, a["correct"]).append(a["answer"], style="none") for a in row]
+        table.add_row(asked, *cells)
+    console.print(table)
+    reports = {
+        policy: {key: result[key][policy] for key in ("kept_by_region", "seen_by_region")}
+        for policy in policies
+    }
+    console.print()
+    console.print(_look.region_bars(console, reports))
+    console.print()
+    peaks = _look.titled("Peak KV cache")
+    for column in ("policy", "tokens", "memory", "right"):
+        peaks.add_column(column, justify="left" if column == "policy" else "right")
+    for policy in policies:
+        answers = [a for a in result["answers"] if a["policy"] == policy]
+        peaks.add_row(
+            policy,
+            f"{result['peak_resident_tokens'][policy]:,}",
+            _look.megabytes(result["peak_kv_bytes"][policy]),
+            f"{sum(a['correct'] for a in answers)} of {len(answers)}",
+        )
+    console.print(peaks)
+    console.print(f"\nThe cache over time is in [bold]{escape(result['html'])}[/].")

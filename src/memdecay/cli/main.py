@@ -1,0 +1,84 @@
+"""The command line: its commands, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from memdecay.cli import demo, doctor, label, policies, run
+from memdecay.cli._terminal import versions
+from memdecay.errors import MemDecayError
+
+app = typer.Typer(
+    name="memdecay",
+    help="Run an LLM agent in a fixed KV cache: pin its instructions, forget the rest by region.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, run, label, policies, doctor):
+    name = command.__name__.rpartition(".")[2]
+    app.command(name, epilog=f"Example: {command.EXAMPLE}")(getattr(command, name))
+
+# Newer typers carry their own copy of click; the base of their usage errors is found, not imported.
+_UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"memdecay {versions()['memdecay']}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Nothing of its own: the commands do the work."""
+
+
+def run_app(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    A user's mistake becomes one sentence on stderr and code 2, an interrupt code 130 with every
+    file that was finished left in place. Anything else is our mistake and is not caught.
+    """
+    try:
+        code = app(args=args, prog_name="memdecay", standalone_mode=False)
+    except MemDecayError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("memdecay: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `memdecay policies | head`: the reader has gone, and flushing at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if isinstance(error, _UsageError):
+            return _fail(str(error.format_message()))  # type: ignore[attr-defined]
+        raise
+    if code == 130:
+        print("memdecay: interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Be the console script."""
+    sys.exit(run_app())
+
+
+def _fail(message: str) -> int:
+    sentence = " ".join(message.split())
+    print(f"memdecay: {sentence}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
