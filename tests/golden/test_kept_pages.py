@@ -82,7 +82,7 @@ def kept_pages(name: str, budget: int, **params: object) -> list[int]:
 CASES = [
     (name, budget)
     for name in available()
-    if name in "h2o memdecay observation_masking random snapkv streaming tova".split()
+    if name in ["h2o", "memdecay", "observation_masking", "random", "snapkv", "streaming", "tova"]
     for budget in (24, 48)
 ]
 
