@@ -130,9 +130,9 @@ def check_parameter(
         PolicyError: one sentence with the policy, the parameter, its value and what is allowed.
     """
     value = getattr(policy, parameter)
-    allowed = f"{'an integer' if integer else 'a number'} of at least {minimum:g}"
+    allowed = f"{'an integer' if integer else 'a finite number'} of at least {minimum}"
     if below < math.inf:
-        allowed += f" and below {below:g}"
+        allowed += f" and below {below}"
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not minimum <= value < below:
         raise PolicyError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -85,9 +86,10 @@ def _threshold(value: Any) -> float | Scaled:
     if isinstance(value, Mapping) and set(value) == {"scale"}:
         value = Scaled(value["scale"])
     number = value.scale if isinstance(value, Scaled) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 <= number < math.inf:
         raise PolicyError(
-            f"refresh_threshold of policy 'memdecay' is {value!r}, but it must be a number of at "
-            f"least 0 or Scaled(c) with such a number."
+            f"refresh_threshold of policy 'memdecay' is {value!r}, but it must be a finite number "
+            f"of at least 0, or Scaled(c) with such a number."
         )
     return value if isinstance(value, Scaled) else float(number)

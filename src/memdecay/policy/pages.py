@@ -49,12 +49,7 @@ def select(page_score: Tensor, page_tokens: Tensor, page_protected: Tensor, exce
     if excess <= 0:
         return evicted
     pages = torch.nonzero(~page_protected).squeeze(1)
-    available = int(page_tokens[pages].sum())
-    if available < excess:
-        raise BudgetError(
-            f"The budget is {excess - available} tokens too small: {excess} must be freed, but "
-            f"only {available} are in pages that are neither pinned nor being filled."
-        )
+    _check_enough(page_tokens, page_protected, excess)
     # A heap would pop few pages; here only those that can be among the few are sorted.
     enough = -(-excess // int(page_tokens[pages].min()))
     if enough < len(pages):
@@ -119,6 +114,8 @@ def plan_eviction(
     if open_page is not None:
         must_stay[open_page] = True
 
+    _check_enough(page_tokens, must_stay, excess)
+
     preferred = policy.protected(tokens, profile)
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
@@ -128,6 +125,15 @@ def plan_eviction(
         return select(page_score, page_tokens, stays, excess).index_select(0, page_index)
     evicted = ~stays | select(page_score, page_tokens, must_stay | ~stays, excess - free)
     return evicted.index_select(0, page_index)
+
+
+def _check_enough(page_tokens: Tensor, page_protected: Tensor, excess: int) -> None:
+    available = int(page_tokens[~page_protected].sum())
+    if available < excess:
+        raise BudgetError(
+            f"The budget is too small by {excess - available} tokens: {excess} must be freed, but "
+            f"only {available} are in pages that are neither pinned nor being filled."
+        )
 
 
 def _checked(policy: Policy, tokens: Tokens, profile: Profile) -> Tensor:
