@@ -34,6 +34,7 @@ class _View:
     text: str
     spans: list[CharSpan]
     missing: list[Missing]
+    ending: str
 
 
 class Conversation:
@@ -108,6 +109,11 @@ class Conversation:
         view = self._view(everything)
         text, spans, notes = self._continue(view, everything, count)
         notes = [*self._leftovers(view.missing, new, count), *notes]
+        if view.ending and not count:
+            notes.append(
+                f"The chat template ends a conversation with {view.ending!r}; "
+                "it is left out, because messages may follow."
+            )
         text, spans = self._with_pending(text, spans)
         ids, offsets = self._encoder.encode(text, self._tail)
         result = rendered(ids, [s for s, _ in offsets], spans, text=text, notes=notes)
@@ -264,7 +270,8 @@ class Conversation:
     def _located(self, turns: Sequence[Turn], rendering: Rendering) -> _View:
         has_tools = bool(self._tools) and self._traits.tools
         spans, missing = locate(rendering, turns, self._traits, has_tools=has_tools)
-        return _View(rendering.text, spans, missing)
+        end = spans[-1].end if spans else 0
+        return _View(rendering.text[:end], spans, missing, rendering.text[end:])
 
     def _continue(
         self, view: _View, messages: Sequence[Message], count: int
@@ -314,7 +321,7 @@ class Conversation:
         """Return what the template writes after the content of an answer that comes last."""
         turns = self._turns([*self._messages, {"role": "assistant", "content": _SENTINEL}])
         try:
-            text = self._render(turns).text
+            text = self._located(turns, self._render(turns)).text
         except TraceError:
             return self._traits.closing.get("assistant", "")
         at = text.rfind(_SENTINEL)
@@ -352,8 +359,8 @@ class Conversation:
         results = [i for i, m in enumerate(new, start=count) if m["role"] == "tool"]
         if results and not self._traits.tool_role:
             notes.append(
-                f"The chat template has no tool role; {_list(results)} are written as user "
-                "messages in <tool_response> tags."
+                f"The chat template has no tool role; the results of {_list(results)} are "
+                "written into user messages in <tool_response> tags."
             )
         by_kind: dict[str, list[int]] = defaultdict(list)
         for piece in missing:

@@ -2,7 +2,9 @@
 
 A template says which message it is at (`template.py`); inside that message's text the pieces are
 searched, because a template may trim them, escape them or leave them out. Between two pieces the
-scaffolding belongs to the piece before it, ahead of the first one to the first one.
+scaffolding belongs to the piece before it, ahead of the first one to the first one. What a
+template writes after the last message only when nothing follows (an end-of-text, say) is the
+ending: it belongs to no message and gets no span.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def locate(
         has_tools: whether tool schemas are in the rendering.
 
     Returns:
-        Spans that tile the text, and the pieces that are not in it.
+        Spans that tile the text without its ending, and the pieces that are not in it.
     """
     return _Locator(rendering, turns, traits, has_tools).run()
 
@@ -222,15 +224,22 @@ class _Locator:
         for segment in self._segments:
             if segment.turn is not None:
                 continue
-            if segment.start < first_owned:
-                spans += self._preamble(segment, homeless)
-            else:
-                last = self._turns[-1].pieces[-1]
-                spans.append(_span(segment.start, segment.end, last))
+            if segment.start < first_owned or any(
+                self._place(piece, segment) for piece in homeless
+            ):
+                spans += self._outside(segment, homeless)
+            elif segment is not self._segments[-1]:
+                spans.append(_template_span(segment.start, segment.end, self._first_message()))
         return spans
 
-    def _preamble(self, segment: Segment, homeless: list[Piece]) -> list[CharSpan]:
-        """Label what stands ahead of the loop: the system message, schemas, a default prompt."""
+    def _place(self, piece: Piece, segment: Segment) -> tuple[int, int, int] | None:
+        return self._search(piece.text or "", segment.start, segment.end, from_end=False)
+
+    def _first_message(self) -> int:
+        return self._turns[0].pieces[0].message
+
+    def _outside(self, segment: Segment, homeless: list[Piece]) -> list[CharSpan]:
+        """Label what stands outside: the system message, schemas, a default prompt."""
         hits: list[_Found] = []
         cursor = segment.start
         for piece in list(homeless):
@@ -241,7 +250,7 @@ class _Locator:
                 homeless.remove(piece)
         spans: list[CharSpan] = []
         start = segment.start
-        message = self._turns[0].pieces[0].message
+        message = self._first_message()
         for number, hit in enumerate(hits):
             is_system = self._role(hit.piece) in ("system", "developer")
             if hit.start > start and (number or not is_system):
