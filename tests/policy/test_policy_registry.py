@@ -125,6 +125,21 @@ def test_what_is_not_a_policy_is_refused(
     assert repr(name) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_parameter_without_a_default_must_be_given(
+    install: object, monkeypatch: pytest.MonkeyPatch, newest_first: type[Policy]
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Keyed(newest_first):  # type: ignore[misc, valid-type]
+        name = "keyed"
+        key: int = dataclasses.field(kw_only=True)
+
+    monkeypatch.setattr(sys.modules["third_party"], "Keyed", Keyed, raising=False)
+    install(entry("keyed", "third_party:Keyed"))  # type: ignore[operator]
+    assert get_policy("keyed", key=3) == Keyed(key=3)
+    with pytest.raises(PolicyError, match="'key' of policy 'keyed' must be given"):
+        get_policy("keyed")
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "expected"),
     [("needs", frozenset({"gradients"}), "gradients"), ("summary", None, "no summary")],
@@ -192,8 +207,8 @@ BAD_PARAMETERS = [
     ("memdecay", "smoothing", 1.0, "at least 0 and below 1"),
     ("memdecay", "smoothing", -0.1, "at least 0"),
     ("memdecay", "smoothing", float("nan"), "at least 0"),
-    ("memdecay", "smoothing", True, "a number"),
-    ("memdecay", "smoothing", "0.5", "a number"),
+    ("memdecay", "smoothing", True, "a finite number"),
+    ("memdecay", "smoothing", "0.5", "a finite number"),
     ("memdecay", "attention_weight", -1, "at least 0"),
     ("memdecay", "attention_weight", float("inf"), "a finite number"),
     ("memdecay", "refresh_threshold", -1, "at least 0"),

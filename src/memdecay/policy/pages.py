@@ -26,8 +26,9 @@ def page_scores(score: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
         S_p, (num_pages,) float64: in that precision the sum of a page does not depend on the
         order of the slots, so a permuted cache evicts the same tokens.
     """
-    counts = torch.bincount(page_index, minlength=num_pages)
-    return torch.bincount(page_index, weights=score.double(), minlength=num_pages) / counts
+    sums = torch.zeros(num_pages, dtype=torch.float64, device=score.device)
+    sums.index_add_(0, page_index, score.double())
+    return sums / torch.bincount(page_index, minlength=num_pages)
 
 
 def select(page_score: Tensor, page_tokens: Tensor, page_protected: Tensor, excess: int) -> Tensor:

@@ -62,13 +62,18 @@ def get_policy(name: str, /, **params: Any) -> Policy:
         PolicyError: the name or a parameter is unknown, or a value is not allowed.
     """
     cls = policy_class(name)
-    allowed = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    fields = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    allowed = [field.name for field in fields]
     for param in params:
         if param not in allowed:
             raise PolicyError(
                 f"Unknown parameter {param!r}{_hint(param, allowed)} of policy {name!r}: "
                 f"allowed are {', '.join(allowed) or 'none'}."
             )
+    for field in fields:
+        no_default = field.default is field.default_factory is dataclasses.MISSING
+        if no_default and field.name not in params:
+            raise PolicyError(f"Parameter {field.name!r} of policy {name!r} must be given.")
     return cls(**params)
 
 
