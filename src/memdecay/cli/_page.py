@@ -76,7 +76,9 @@ def build_page(page: Page) -> str:
         "DATA": script_json(_data(page)),
     }
     # One pass, so that a mark inside a stranger's text is left alone.
-    return re.sub(r"@@([A-Z]+)@@", lambda mark: parts[mark[1]], _resource("page.html"))
+    document = re.sub(r"@@([A-Z]+)@@", lambda mark: parts[mark[1]], _resource("page.html"))
+    # Lone surrogates survive JSON but not UTF-8; they can only be replaced.
+    return document.encode("utf-8", "replace").decode("utf-8")
 
 
 def script_json(value: object) -> str:
@@ -84,8 +86,7 @@ def script_json(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    # Lone surrogates survive JSON but not UTF-8; they can only be replaced.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text
 
 
 def _data(page: Page) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def progress() -> Progress:
-    """Return a progress display on stderr that leaves nothing behind."""
+    """Return a progress display on stderr that leaves nothing behind, and needs a terminal."""
+    console = err()
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -65,8 +66,9 @@ def progress() -> Progress:
         TimeElapsedColumn(),
         TextColumn("[dim]left[/]"),
         TimeRemainingColumn(),
-        console=err(),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

@@ -59,32 +59,25 @@ def _look_around() -> dict[str, Any]:
 
 def _find_smollm2() -> dict[str, Any]:
     """Say where the embedded model is, or why it is not there."""
-    from memdecay.engine import find_smollm2
+    from memdecay.engine.loading import smollm2_path
 
     try:
-        return {"path": str(find_smollm2()), "problem": None}
+        return {"path": str(smollm2_path()), "problem": None}
     except ModelError as error:
         return {"path": None, "problem": str(error)}
 
 
 def _examine(name: str) -> dict[str, Any]:
-    """Load a model and describe it; a model that loads but is not supported is an answer too."""
+    """Load a model, which refuses what is not supported, and describe it."""
     from memdecay.engine import load_model
-    from memdecay.engine.support import check_supported
 
     with _terminal.progress() as progress:
         progress.add_task(f"loading {escape(name)}", total=None)
         model, tokenizer = load_model(name)
-    problem = None
-    try:
-        check_supported(model)
-    except ModelError as error:
-        problem = str(error)
     config = model.config
     return {
         "name": name,
-        "supported": problem is None,
-        "problem": problem,
+        "supported": True,
         "family": config.model_type,
         "layers": getattr(config, "num_hidden_layers", None),
         "kv_heads": getattr(config, "num_key_value_heads", None),
@@ -117,8 +110,7 @@ def _show(result: Mapping[str, Any]) -> None:
     table.add_row("smollm2", Text(found["path"] or found["problem"]))
     if "model" in result:
         one = result["model"]
-        verdict = _look.mark(console, one["supported"])
-        verdict.append("supported" if one["supported"] else one["problem"], style="none")
+        verdict = _look.mark(console, True).append("supported", style="none")
         table.add_row(Text(one["name"]), verdict)
         table.add_row(
             "",

@@ -1,7 +1,7 @@
 """A session without a model: it keeps pages, evicts the oldest and answers from what is left.
 
 Tokens are words. Enough of the engine's behaviour to test the commands in milliseconds; that the
-engine itself fits them is tested with SmolLM2 in test_smollm2.py.
+engine itself fits them is tested with SmolLM2 in test_cli_smollm2.py.
 """
 
 from __future__ import annotations
