@@ -245,7 +245,9 @@ class Conversation:
             messages, retrievers=self._retrievers, control_tokens=self._control
         )
         turns = prepare(messages, labelled, self._traits)
-        return _with_schemas(turns, self._tools) if self._tools_in_system else turns
+        if self._tools_in_system:
+            turns = _with_schemas(turns, self._tools, self._traits)
+        return turns
 
     def _render(self, turns: Sequence[Turn], *, prompt: bool = False) -> Rendering:
         tools = self._tools if self._traits.tools else None
@@ -418,23 +420,23 @@ def _from(spans: Sequence[CharSpan], start: int) -> list[CharSpan]:
     ]
 
 
-def _with_schemas(turns: Sequence[Turn], tools: Sequence[Any]) -> list[Turn]:
+def _with_schemas(turns: Sequence[Turn], tools: Sequence[Any], traits: Traits) -> list[Turn]:
     """Put tool schemas into the system message, or into a new one ahead of all."""
     text = schemas_text(tools)
     first = turns[0]
-    message = first.pieces[0].message
-    schemas = Piece(message, "content", text, "system", "template")
-    if first.payload["role"] != "system":
-        return [Turn({"role": "system", "content": text}, [schemas]), *turns]
-    content = first.payload["content"]
-    gap = "\n\n"
-    if isinstance(content, list):
-        content = [{"type": "text", "text": content[0]["text"] + gap + text}]
+    schemas = Piece(first.pieces[0].message, "content", text, "system", "template")
+    if first.payload["role"] == "system":
+        schemas = replace(schemas, text=f"\n\n{text}")
+        pieces = [*first.pieces, schemas]
+        rest = turns[1:]
     else:
-        content += gap + text
-    schemas = replace(schemas, text=gap + text)
-    payload = {**first.payload, "content": content}
-    return [replace(first, payload=payload, pieces=[*first.pieces, schemas]), *turns[1:]]
+        first = Turn({"role": "system"}, [])
+        pieces = [schemas]
+        rest = turns
+    content: Any = "".join(piece.text or "" for piece in pieces)
+    if traits.content_as_parts:
+        content = [{"type": "text", "text": content}]
+    return [Turn({**first.payload, "content": content}, pieces), *rest]
 
 
 def _list(indices: Sequence[int]) -> str:
