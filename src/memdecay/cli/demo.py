@@ -167,19 +167,34 @@ def _page(
         Page(
             title="memdecay demo",
             headline=f"One agent episode, {share} of the cache",
-            standfirst=(
-                f"{result['model']} reads the same conversation three times: once with its full "
-                f"KV cache, and twice with room for {budget:,} of its {seen:,} tokens. streaming "
-                f"keeps the latest tokens; memdecay pins the instructions and forgets the rest "
-                f"region by region. Below is every page of the cache, and what the model can "
-                f"still answer."
-            ),
+            standfirst=_standfirst(result),
             facts=_facts(result, size),
             turns=marks,
             views=views,
             texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
             footer=footer(result, "memdecay demo --budget " + result["budget"]),
         )
+    )
+
+
+def _standfirst(result: dict[str, Any]) -> str:
+    """Say what happened, good or bad."""
+    right = {
+        policy: sum(a["correct"] for a in result["answers"] if a["policy"] == policy)
+        for policy in POLICIES
+    }
+    system = {a["policy"]: a["correct"] for a in result["answers"] if a["region"] == "system"}
+    count = len(result["answers"]) // len(POLICIES)
+    knows = " and ".join(policy for policy in POLICIES if system[policy]) or "No policy"
+    forgot = " and ".join(policy for policy in POLICIES if not system[policy])
+    return (
+        f"{result['model']} reads the same conversation three times: with its full KV cache, and "
+        f"twice with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} tokens. "
+        f"streaming keeps the latest tokens; memdecay pins the instructions and forgets the rest "
+        f"region by region. Asked afterwards about {count} facts, the full cache answers "
+        f"{right['full']}, streaming {right['streaming']} and memdecay {right['memdecay']}. "
+        f"{knows} still {'know' if ' and ' in knows else 'knows'} the fact in the system text"
+        + (f"; {forgot} forgot it." if forgot else ".")
     )
 
 
@@ -216,8 +231,11 @@ def _show(result: dict[str, Any]) -> None:
         table.add_column(policy, ratio=4)
     for where in dict.fromkeys(answer["where"] for answer in result["answers"]):
         row = [answer for answer in result["answers"] if answer["where"] == where]
-        asked = Text(where).append(f"\n{row[0]['question']} {row[0]['gold']}", style="dim")
-        cells = [_look.mark(console, a["correct"]).append(a["answer"], style="none") for a in row]
+        asked = Text(where).append(f"\n{row[0]['question']}", style="dim")
+        asked.append(f"\n({row[0]['gold']})\n", style="dim")
+        cells = [
+            _look.mark(console, a["correct"]).append(_short(a["answer"]), style="none") for a in row
+        ]
         table.add_row(asked, *cells)
     console.print(table)
     reports = {
@@ -240,3 +258,9 @@ def _show(result: dict[str, Any]) -> None:
         )
     console.print(peaks)
     console.print(f"\nThe cache over time is in [bold]{escape(result['html'])}[/].")
+
+
+def _short(answer: str) -> str:
+    """Cut an answer to what a table can hold; the page and the JSON have all of it."""
+    line = " ".join(answer.split())
+    return line if len(line) <= 140 else line[:139].rstrip() + "…"

@@ -19,7 +19,7 @@
     return node;
   };
   const n = (x) => x.toLocaleString("en-US");
-  const mb = (bytes) => (bytes / 1e6).toFixed(bytes < 1e8 ? 1 : 0);
+  const bytes = (b) => (b >= 1e9 ? [(b / 1e9).toFixed(2), " GB"] : [(b / 1e6).toFixed(b < 1e8 ? 1 : 0), " MB"]);
   const signed = (x, d = 3) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(d);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -61,11 +61,11 @@
     const nums = el("div", { class: "nums" });
     if (run.answers.length) nums.append(num(String(right), ` / ${run.answers.length}`, "answers right"));
     if (run.cost && run.cost.delta_nll_per_token !== null) {
-      nums.append(num(signed(run.cost.delta_nll_per_token), "", "NLL per token"));
+      nums.append(num(signed(run.cost.delta_nll_per_token), "", "Δ NLL per token"));
       nums.append(num((100 * run.cost.top1_agreement).toFixed(1), "%", "same top token"));
     }
-    nums.append(num(n(run.peak_tokens), ` of ${n(run.seen_tokens)}`, "tokens at the peak"));
-    if (run.peak_bytes) nums.append(num(mb(run.peak_bytes), " MB", "peak KV"));
+    nums.append(num(n(run.peak_tokens), run.cost ? "" : ` of ${n(run.seen_tokens)}`, run.cost ? "peak tokens" : "tokens at the peak"));
+    if (run.peak_bytes) nums.append(num(...bytes(run.peak_bytes), "peak KV"));
     const dots = run.answers.length ? el("div", { class: "dots" }, ...run.answers.map((a) =>
       el("i", { class: a.correct ? "good" : "bad", title: `${a.where}: ${a.correct ? "right" : "wrong"}` }, `${a.correct ? "✓" : "✗"} ${a.short}`))) : null;
     $("cards").append(el("article", { class: run.main ? "card main" : "card" }, el("h3", {}, run.policy), el("p", { class: "what" }, run.summary), nums, dots));
@@ -127,6 +127,7 @@
       rows.addEventListener("pointerleave", leave);
       rows.addEventListener("keydown", (e) => step(panel, e));
       rows.addEventListener("blur", leave);
+      stage.addEventListener("scroll", () => { for (const q of panels) if (q.stage.scrollTop !== stage.scrollTop) q.stage.scrollTop = stage.scrollTop; });
       return panel;
     });
     layout();
@@ -144,7 +145,7 @@
   function layout() {
     for (const p of panels) {
       p.w = p.stage.clientWidth;
-      p.rowH = Math.max(2, Math.min(9, 560 / numPages));
+      p.rowH = Math.max(numPages > 1000 ? 1 : 1.5, Math.min(9, 560 / numPages));
       p.h = Math.min(12000, Math.ceil(p.rowH * numPages) + 10);
       p.rowH = (p.h - 10) / numPages;
       p.sx = (p.w - GUT - PAD) / span(p.run);
@@ -154,6 +155,7 @@
     }
     cursor();
   }
+  const panelScale = (run) => panels.find((p) => p.run === run).sx;
   const X = (p, v) => GUT + v * p.sx;
 
   function drawTop(p) {
@@ -165,10 +167,12 @@
     let last = -1e9;
     for (const turn of turnsOf(run)) {
       const x = X(p, turn.x0), width = (turn.x1 - turn.x0) * p.sx;
-      c.strokeStyle = css("--line"); c.beginPath(); c.moveTo(x + .5, 4); c.lineTo(x + .5, TOP); c.stroke();
+      if (turn.line) { c.strokeStyle = css("--line"); c.beginPath(); c.moveTo(Math.round(x) + .5, 4); c.lineTo(Math.round(x) + .5, TOP); c.stroke(); }
       if (x - last < 3) continue;
       c.fillStyle = soft;
       const label = fit(c, turn.label, width - 6) || fit(c, String(turn.index + 1), width - 4);
+      const number = !label && turn.line && x - last > 34 ? String(turn.index + 1) : "";
+      if (number) { c.fillText(number, x + 3, 14); last = x + c.measureText(number).width; }
       if (label) { c.fillText(label, x + 4, 14); last = x + c.measureText(label).width; }
     }
     if (ev.length) {
@@ -191,9 +195,12 @@
     c.textAlign = "left";
   }
   function turnsOf(run) {
-    if (state.axis === "seen") return D.turns.map((t, i) => ({ ...t, x0: t.start, x1: t.end }));
+    // Hundreds of turns would be a grey wall: a line is drawn where it has room.
+    let last = -1e9;
+    const spaced = (t) => { const line = t.x0 * panelScale(run) - last >= 9; if (line) last = t.x0 * panelScale(run); return { ...t, line }; };
+    if (state.axis === "seen") return D.turns.map((t) => ({ ...t, x0: t.start, x1: t.end })).map(spaced);
     const at = (seen) => { const i = run.timeline.events.findIndex((e) => e[0] > seen); return i < 0 ? span(run) : Math.max(0, i - 0.5); };
-    return D.turns.map((t) => ({ ...t, x0: t.start === 0 ? 0 : at(t.start), x1: at(t.end) }));
+    return D.turns.map((t) => ({ ...t, x0: t.start === 0 ? 0 : at(t.start), x1: at(t.end) })).map(spaced);
   }
   function fit(c, text, width) {
     if (c.measureText(text).width <= width) return text;
@@ -205,7 +212,7 @@
     const c = size(p.rows, p.w, p.h), run = p.run, h = p.rowH, gap = h >= 5 ? 1 : h >= 3 ? .5 : 0;
     const ink = css("--ink"), line = css("--line"), panel = css("--panel");
     c.strokeStyle = line;
-    for (const t of turnsOf(run)) { const x = Math.round(X(p, t.x0)) + .5; c.beginPath(); c.moveTo(x, 0); c.lineTo(x, p.h); c.stroke(); }
+    for (const t of turnsOf(run)) if (t.line) { const x = Math.round(X(p, t.x0)) + .5; c.beginPath(); c.moveTo(x, 0); c.lineTo(x, p.h); c.stroke(); }
     c.font = "11px system-ui, sans-serif"; c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = css("--faint");
     const every = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((k) => k * h >= 26) || 1000;
     for (let r = 0; r < numPages; r += every) c.fillText(r, GUT - 12, Math.max(6, r * h + h / 2));
@@ -236,7 +243,7 @@
     }
     for (const [first, count] of pinnedRuns(run)) if (h * count >= 12) lock(c, 9, (first + count / 2) * h - 6, ink);
   }
-  const shade = (level) => 0.16 + 0.84 * (level / 100);
+  const shade = (level) => 0.22 + 0.78 * (level / 100);
   function pinnedRuns(run) {
     const out = [];
     for (const p of run.pages) if (p.pinned) {
@@ -337,7 +344,7 @@
     probes.forEach((a, i) => {
       const cells = D.runs.map((r) => {
         const b = r.answers[i];
-        return el("td", {}, el("span", { class: b.correct ? "mark ok" : "mark no", title: b.correct ? "right" : "wrong" }, b.correct ? "✓" : "✗"), said(b));
+        return el("td", { "data-policy": r.policy }, el("span", { class: b.correct ? "mark ok" : "mark no", title: b.correct ? "right" : "wrong" }, b.correct ? "✓" : "✗"), said(b));
       });
       body.append(el("tr", {}, el("th", { scope: "row" }, a.question, el("div", { class: "gold" }, "expected: " + a.gold),
         el("div", { class: "where" }, el("span", { class: "swatch", style: `background:${colourOf(a.region)}` }), `${a.where} (${a.region})`)), ...cells));
