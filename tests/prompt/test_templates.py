@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -441,3 +442,49 @@ def test_any_conversation_is_tiled(name):
             assert len(list(same)) <= 2
 
     run()
+
+
+def literal_qwen(messages):
+    """Return (message, region, text) as the Qwen template lays it out, written by hand."""
+    out = [(0, "system", "<|im_start|>system\nYou are the default.<|im_end|>\n")]
+    for i, m in enumerate(messages):
+        text, role = m["content"], m["role"]
+        plan = text.lstrip().startswith("Plan:")
+        if role == "tool":
+            first = i == 0 or messages[i - 1]["role"] != "tool"
+            last = i + 1 == len(messages) or messages[i + 1]["role"] != "tool"
+            head = "<|im_start|>user" if first else ""
+            tail = "<|im_end|>\n" if last else ""
+            body = f"{head}\n<tool_response>\n{text}\n</tool_response>{tail}"
+            out.append((i, "tool_out", body))
+        elif m.get("tool_calls"):
+            said = f"\n{text}" if text else ""
+            arguments = m["tool_calls"][0]["function"]["arguments"]["q"]
+            body = json.dumps({"name": "find", "arguments": {"q": arguments}}, ensure_ascii=False)
+            act = f"\n<tool_call>\n{body}\n</tool_call><|im_end|>\n"
+            if text:
+                region = "plan" if plan else "scratchpad"
+                out.append((i, region, f"<|im_start|>assistant{said}"))
+                out.append((i, "tool_in", act))
+            else:
+                out.append((i, "tool_in", f"<|im_start|>assistant{act}"))
+        else:
+            region = "plan" if role == "assistant" and plan else "user"
+            out.append((i, region, f"<|im_start|>{role}\n{text}<|im_end|>\n"))
+    return out
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(MESSAGES)
+def test_every_token_is_where_a_hand_written_layout_has_it(messages):
+    tokenizer = make_tokenizer("qwen")
+    result = Conversation(tokenizer).append(messages)
+    layout = literal_qwen(messages)
+    text = "".join(part for _, _, part in layout)
+    owner = [(message, region) for message, region, part in layout for _ in part]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert result.text == text
+    assert result.ids == encoded["input_ids"]
+    assert [(result.spans[i].message, result.spans[i].region) for i in result.span_index] == [
+        owner[start] for start, _ in encoded["offset_mapping"]
+    ]

@@ -33,28 +33,32 @@ class Encoder:
         except (NotImplementedError, KeyError, TypeError):
             raise ModelError(_no_offsets(tokenizer)) from None
         self._start_matters = self.decode(pieces) != self.decode(self._encode("a.b c")[0])
+        self._guard = str(getattr(tokenizer, "eos_token", None) or "\n")
 
     def encode(self, text: str, before: str = "") -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids and character offsets of a text that follows another.
 
         A tokenizer that writes a space ahead of every text (SentencePiece) would write it into
-        the middle of the conversation; there the text is tokenized with what is before it, and
-        those tokens are left out.
+        the middle of the conversation; there the text is tokenized with what is before it (or,
+        if a token would span both, behind the end-of-text token), and those tokens are left out.
 
         Args:
             text: what to tokenize.
             before: what the model has read already.
         """
-        ids, offsets = self._encode(text)
         context = before[-self.CONTEXT :]
         if not (self._start_matters and context):
-            return ids, offsets
-        whole, places = self._encode(context + text)
+            return self._encode(text)
+        return self._behind(context, text) or self._behind(self._guard, text) or self._encode(text)
+
+    def _behind(self, context: str, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Return the tokens of a text behind another, or None when a token spans both."""
+        ids, offsets = self._encode(context + text)
         edge = len(context)
-        first = next((i for i, (start, _) in enumerate(places) if start >= edge), len(whole))
-        if first and places[first - 1][1] > edge:
-            return ids, offsets
-        return whole[first:], [(start - edge, end - edge) for start, end in places[first:]]
+        first = next((i for i, (start, _) in enumerate(offsets) if start >= edge), len(ids))
+        if first and offsets[first - 1][1] > edge:
+            return None
+        return ids[first:], [(start - edge, end - edge) for start, end in offsets[first:]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
@@ -147,14 +151,16 @@ def starts_by_decoding(
     """Return where generated tokens start, exact at the borders of the spans.
 
     Generated ids need not be the ids that tokenizing their text gives, so there are no offsets:
-    for each border the first token is searched before which the text is at least that long.
+    for each border the first token is searched ahead of which the text up to the border is whole
+    (a token may end inside a character).
     """
+    text = encoder.decode(ids)
     starts = [0] * len(ids)
     for span in spans[1:]:
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high) // 2
-            if len(encoder.decode(ids[:middle])) >= span.start:
+            if encoder.decode(ids[:middle]).startswith(text[: span.start]):
                 high = middle
             else:
                 low = middle + 1
