@@ -1,8 +1,9 @@
 """How a model comes to use a memdecay cache, and how it goes back: everything that is switched.
 
-Two hooks sit on the model while a cache for it is alive. They act only in a forward that is given
-such a cache: the first makes room and switches the attention implementation, the second, which
-runs after an exception too, switches it back. Between forwards the model is as it was; other
+A guard stands in for the decoder's `forward` while a cache for it is alive. It acts only in a
+forward that is given such a cache: it makes room, switches the attention implementation, and
+switches it back whatever happens. (Module hooks would not do: torch runs them after an
+`Exception`, but not after a KeyboardInterrupt.) Between forwards the model is as it was; other
 caches and other threads on the same model meanwhile get the model's own attention.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import abc
 import sys
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -85,19 +87,70 @@ class Switch:
                 self.config._attn_implementation_internal = self.original
 
 
+class Guard:
+    """Stands in for the `forward` of a decoder, and serves those forwards that have our cache."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        self._decoder = weakref.ref(decoder)
+        self._replaced = decoder.__dict__.get("forward")  # of another library, such as accelerate
+        decoder.forward = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the guard out of a copied or pickled model."""
+        return _own_forward, (self._decoder(), self._replaced)
+
+    def remove(self) -> None:
+        """Give the decoder its own `forward` back."""
+        decoder = self._decoder()
+        if decoder is not None and decoder.__dict__.get("forward") is self:
+            del decoder.forward
+            if self._replaced is not None:
+                decoder.forward = self._replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder's own forward; with our cache, inside `begin` and `end`."""
+        decoder = self._decoder()
+        own = _own_forward(decoder, self._replaced)
+        cache = _cache_in(kwargs)
+        inputs = args[0] if args else kwargs.get("input_ids")
+        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        if cache is None or inputs is None:
+            return own(*args, **kwargs)
+        if not cache.attachment.belongs_to(decoder):
+            raise ModelError(
+                f"The cache was made for another model than this {type(decoder).__name__}; make a "
+                f"MemDecayCache for the model that runs."
+            )
+        switch, before = cache.attachment.switch, _running_forward()
+        forward = cache.begin(inputs.shape[0], inputs.shape[1], kwargs.get("attention_mask"))
+        try:
+            switch.turn()
+            try:
+                _running.forward = forward
+                output = own(*args, **kwargs)
+            finally:
+                _running.forward = before
+                switch.back()
+            cache.end(forward)
+        except BaseException:
+            cache.abort(forward)
+            raise
+        return output
+
+
+def _own_forward(decoder: Any, replaced: Any) -> Any:
+    return types.MethodType(type(decoder).forward, decoder) if replaced is None else replaced
+
+
 class Attachment:
-    """The hooks on one model, shared by its caches; they go when the last cache goes."""
+    """The guard of one model, shared by its caches; it goes when the last cache goes."""
 
     def __init__(self, decoder: torch.nn.Module, switch: Switch) -> None:
         self.switch = switch
         self._decoder = weakref.ref(decoder)
-        handles = [
-            decoder.register_forward_pre_hook(_before, with_kwargs=True),
-            decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
-        ]
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, Guard(decoder).remove)
 
-    def belongs_to(self, decoder: torch.nn.Module) -> bool:
+    def belongs_to(self, decoder: torch.nn.Module | None) -> bool:
         """Whether this is the model that the cache was made for."""
         return self._decoder() is decoder
 
@@ -107,7 +160,7 @@ _attachments: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDi
 
 
 def attach(model: PreTrainedModel) -> Attachment:
-    """Return the hooks of a model, made if it has none yet."""
+    """Return the attachment of a model, made if it has none yet."""
     decoder, config = model.get_decoder(), model.config
     with _lock:
         attachment = _attachments.get(id(decoder))
@@ -122,47 +175,12 @@ def _running_forward() -> AttachedForward | None:
     return getattr(_running, "forward", None)
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
 def _cache_in(kwargs: dict[str, Any]) -> AttachedCache | None:
     for name in ("cache", "past_key_values"):
         cache = kwargs.get(name)
         if isinstance(cache, AttachedCache):
             return cache
     return None
-
-
-def _before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = _cache_in(kwargs)
-    inputs = args[0] if args else kwargs.get("input_ids")
-    inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
-    if cache is None or inputs is None:
-        return
-    if not cache.attachment.belongs_to(module):
-        raise ModelError(
-            f"past_key_values was made for another model than this {type(module).__name__}; make "
-            f"a MemDecayCache for the model that runs."
-        )
-    forward = cache.begin(inputs.shape[0], inputs.shape[1], kwargs.get("attention_mask"))
-    cache.attachment.switch.turn()
-    _running.forward = forward
-
-
-def _after(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    cache, forward = _cache_in(kwargs), _running_forward()
-    if cache is None or forward is None or forward.cache is not cache:
-        return
-    _running.forward = None
-    cache.attachment.switch.back()
-    if output is None:
-        cache.abort(forward)
-    else:
-        cache.end(forward)
 
 
 def _original(config: Any) -> str:

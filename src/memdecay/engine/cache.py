@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +19,23 @@ from memdecay.engine.forward import Forward
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.slots import KVPool, SlotTable
 from memdecay.engine.support import Layout, check_supported
-from memdecay.errors import BudgetError, MemDecayError, SessionError
+from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import Policy, get_policy
 from memdecay.regions import Profile
 
 _FIRST_CAPACITY = 256
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _lasting(method: _Method) -> _Method:
+    """Let what a method allocates outlive `torch.inference_mode` and stay out of autograd."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():  # type: ignore[no-untyped-call]
+            return method(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,16 @@ class Evicted:
     position: Tensor
     page: Tensor
     region: Tensor
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a forward that fails puts back."""
+
+    lengths: list[list[int]]
+    ledgers: list[dict[str, Any]]
+    labels: list[list[Labels]]
+    padding: list[int]
 
 
 class PoolLayer(CacheLayerMixin):
@@ -127,7 +151,7 @@ class PoolLayer(CacheLayerMixin):
 
 
 class MemDecayCache(AttachedCache):
-    """A KV cache under a fixed budget, for `model.generate(..., past_key_values=cache)`.
+    """A KV cache under a fixed budget, for `model.generate(..., cache=cache)`.
 
     At most `budget` tokens are kept at every moment, inside a prompt too: room is made before a
     forward. A forward that cannot fit is refused; give `generate` a `prefill_chunk_size`, or use
@@ -221,8 +245,10 @@ class MemDecayCache(AttachedCache):
         self._slabs: dict[int | None, Tensor] = {}
         self._zero: Tensor | None = None
         self._running: Forward | None = None
+        self._padding: list[list[int]] = []
+        self._rollback_point: _Mark | None = None
         self._last_count = 0
-        self._labels_before: list[list[Labels]] = []
+        self._prompt_is_next = False
 
     # What transformers asks
 
@@ -280,17 +306,19 @@ class MemDecayCache(AttachedCache):
         """Forget everything; the pools are freed."""
         self._clear()
 
+    @_lasting
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens seen, by their true positions: a rollback.
 
-        After a forward of several tokens this ends one speculative decode step, so the clock
-        moves on by one step.
+        What was evicted stays evicted. After a forward of several tokens that is not a prompt
+        this ends one speculative decode step, so the clock moves on by one step.
 
         Args:
-            tokens_to_remove: minus the number of tokens to forget.
+            tokens_to_remove: minus the number of tokens to forget, padding included.
 
         Raises:
-            MemDecayError: the argument is positive or larger than what was seen.
+            MemDecayError: the argument is positive, larger than what was seen, or goes back to
+                where tokens that have left a sliding window would be seen again.
         """
         count = -tokens_to_remove
         if not 0 <= count <= self.seen:
@@ -298,22 +326,36 @@ class MemDecayCache(AttachedCache):
                 f"tokens_to_remove is {tokens_to_remove}, but it must be between {-self.seen} and "
                 f"0."
             )
+        floor = max((table.floor for table in self.tables), default=0)
+        if count and self.seen - count < floor:
+            raise MemDecayError(
+                f"tokens_to_remove is {tokens_to_remove}, but the sliding layers can go back only "
+                f"to token {floor} of {self.seen}."
+            )
         if count:
             self._rollback(count)
         if self._last_count > 1 and not self.prefilling:
-            self.steps += 1
             self._release_queries()
+            self.steps += not self._prompt_is_next
+        self._prompt_is_next = False
         self._last_count = 0
 
+    def activate_past_recording(self) -> None:
+        """Note that assisted decoding begins: its first forward is a prompt, not a decode step."""
+        self._prompt_is_next = True
+
+    @_lasting
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was, with its own keep set (beam search)."""
         self._select_rows(beam_idx)
 
+    @_lasting
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, each repetition right after its row."""
         if self.rows:
             self._select_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
+    @_lasting
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows, given as indices or as a bool mask."""
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
@@ -351,10 +393,12 @@ class MemDecayCache(AttachedCache):
             regions: one name a token, padding not counted.
             spans: for each token the message part it comes from, increasing with time.
             pinned: never evict these tokens.
-            row: which sequence of the batch.
+            row: which sequence of the batch. Beam search makes `num_beams` rows of each before
+                it runs the prompt, so label all of them.
 
         Raises:
             ProfileError: a name is unknown.
+            MemDecayError: `spans` has another length, or there is no such row.
         """
         ids = {name: self.profile.id(name) for name in dict.fromkeys(regions)}
         region = torch.tensor([ids[name] for name in regions], dtype=torch.int64)
@@ -367,13 +411,19 @@ class MemDecayCache(AttachedCache):
                 f"{len(region)} tokens in regions."
             )
         _check_integer("row", row, 0)
+        if self.rows:
+            self._ledger(row)
         while len(self._labels) <= row:
             self._labels.append([])
         self._labels[row].append(Labels(region, span, pinned))
 
+    def forget_labels(self) -> None:
+        """Drop the labels of tokens that have not been run."""
+        self._labels = []
+
     def pin(self, chosen: Callable[[Ledger], Tensor], pinned: bool = True, row: int = 0) -> int:
         """Pin or release kept tokens of a row; returns how many `chosen` picked."""
-        ledger = self.ledgers[row]
+        ledger = self._ledger(row)
         mask = chosen(ledger)
         ledger["pinned"][mask] = pinned
         return int(mask.sum())
@@ -382,13 +432,22 @@ class MemDecayCache(AttachedCache):
 
     @property
     def now(self) -> float:
-        """The clock: decode steps, or tokens seen."""
-        return float(self.steps if self.clock == "steps" else self.seen)
+        """The clock of row 0: decode steps, or tokens seen."""
+        return self.clock_of(self.ledgers[0]) if self.ledgers else 0.0
+
+    def clock_of(self, ledger: Ledger) -> float:
+        """The clock of a row: decode steps, or the tokens seen of it, without padding."""
+        return float(self.steps if self.clock == "steps" else ledger.seen)
 
     @property
     def main(self) -> SlotTable:
         """The table that the ledgers are aligned with: full attention if any layer has it."""
         return self.tables[0]
+
+    def _ledger(self, row: int) -> Ledger:
+        if not 0 <= row < self.rows:
+            raise MemDecayError(f"row is {row}, but this cache holds {self.rows} sequences.")
+        return self.ledgers[row]
 
     def table_of(self, layer: int) -> SlotTable:
         """The slot table of a layer."""
@@ -409,6 +468,7 @@ class MemDecayCache(AttachedCache):
 
     # A forward
 
+    @_lasting
     def begin(self, rows: int, count: int, attention_mask: Tensor | None) -> Forward:
         """Make room for a forward and enter its tokens; called before the model's first layer.
 
@@ -422,6 +482,8 @@ class MemDecayCache(AttachedCache):
 
         Raises:
             BudgetError: the tokens do not fit, whatever is evicted; nothing has changed.
+            ModelError: they would get positions that the model does not have.
+            PolicyError: the policy's score is not usable; nothing was evicted.
         """
         if self.rows and rows != self.rows:
             raise SessionError(
@@ -429,60 +491,86 @@ class MemDecayCache(AttachedCache):
                 f"cache for each batch."
             )
         real = self._real(rows, count, attention_mask)
-        labels = [[*queue] for queue in self._labels]
-        if not self.rows:
-            self._make_tables(rows)
         new = real.sum(1).tolist() if real is not None else [count] * rows
+        labels = [[*queue] for queue in self._labels]
+        fresh = not self.rows
+        if fresh:
+            self._make_tables(rows)
         decoding = count == 1 and self.seen > 0 and not self.prefilling
-        if decoding:
-            self._release_queries()
         try:
+            self._check_positions(new)
+            for number, table in enumerate(self.tables):
+                if table.window is not None:
+                    self._slide(number, table, max(new))
+            self._check_budget(new)
+            if decoding:
+                self._release_queries()
             self._make_room(new)
-        except BudgetError:
-            if not self.seen:
+        except MemDecayError:
+            if fresh:
                 self._clear()
                 self._labels = labels
             raise
+        self._rollback_point = _Mark(
+            lengths=[[*table.lengths] for table in self.tables],
+            ledgers=[ledger.mark() for ledger in self.ledgers],
+            labels=labels,
+            padding=[len(padding) for padding in self._padding],
+        )
         self.steps += decoding
         for row, ledger in enumerate(self.ledgers):
             self._enter(row, ledger, new[row])
+        if real is not None:
+            for row, column in (~real).nonzero().tolist():
+                self._padding[row].append(self.seen + column)
         forward = Forward(
             self,
             count=count,
+            new=new,
             first_index=self.seen,
             real=real,
             writes={table.window: table.append(self.seen, count, real) for table in self.tables},
             decoding=decoding,
             observing=self._observes(decoding),
         )
-        self._labels_before = labels
         self.seen += count
         self.peak_tokens = max(self.peak_tokens, *self.main.lengths)
         self._running = forward
         self._last_count = count
         return forward
 
+    @_lasting
     def end(self, forward: Forward) -> None:
         """Take in what a finished forward observed; called after the model's last layer."""
-        self._running = None
-        if not forward.observing:
-            return
-        for row, mass in enumerate(forward.masses()):
-            if not forward.decoding:
-                self.ledgers[row].hold_queries(mass)
-            elif mass.shape[1]:
-                self._observe(row, mass[:, 0])
-        self.observations += forward.decoding
+        if forward.observing:
+            for row, mass in enumerate(forward.masses()):
+                if not forward.decoding:
+                    self.ledgers[row].hold_queries(mass)
+                elif mass.shape[1]:
+                    self._observe(row, mass[:, 0])
+            self.observations += forward.decoding
+        self._running = self._rollback_point = None
 
+    @_lasting
     def abort(self, forward: Forward) -> None:
         """Take back the tokens of a forward that raised; what was evicted for them stays so."""
-        self._running = None
-        self._last_count = 0
+        mark = self._rollback_point
+        assert mark is not None
+        for table, lengths in zip(self.tables, mark.lengths, strict=True):
+            table.truncate(lengths)
+        for ledger, before in zip(self.ledgers, mark.ledgers, strict=True):
+            ledger.back_to(before)
+        for padding, length in zip(self._padding, mark.padding, strict=True):
+            del padding[length:]
+        self.seen = forward.first_index
         self.steps -= forward.decoding
-        self._rollback(forward.count)
+        self._labels = mark.labels
+        self._running = self._rollback_point = None
+        self._last_count = 0
         if not self.seen:
+            prefilling = self.prefilling
             self._clear()
-        self._labels = self._labels_before
+            self._labels, self.prefilling = mark.labels, prefilling
 
     def _real(self, rows: int, count: int, attention_mask: Tensor | None) -> Tensor | None:
         if attention_mask is None:
@@ -492,12 +580,13 @@ class MemDecayCache(AttachedCache):
                 f"attention_mask has {attention_mask.ndim} dimensions, but a MemDecayCache takes "
                 f"only a 2D mask of padding; it makes the causal mask itself."
             )
-        if attention_mask.shape[1] < count:
+        if attention_mask.shape != (rows, self.seen + count):
             raise MemDecayError(
-                f"attention_mask has {attention_mask.shape[1]} columns, but the forward has "
-                f"{count} tokens; pass the mask of all {self.seen + count} tokens seen."
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but it must be "
+                f"{(rows, self.seen + count)}: {rows} sequences, and the {self.seen} tokens seen "
+                f"before with the {count} of this forward."
             )
-        real = attention_mask[:, -count:].bool()
+        real = attention_mask[:, -count:].to(self.layout.device, torch.bool)
         return None if bool(real.all()) else real
 
     def _make_tables(self, rows: int) -> None:
@@ -508,76 +597,117 @@ class MemDecayCache(AttachedCache):
             SlotTable(rows, self._capacity(window, capacity), window, device)
             for window in self.layout.table_windows
         ]
-        self.ledgers = [
-            Ledger(
-                self.policy,
-                self.profile,
-                capacity=self.tables[0].capacity,
-                page_size=self.page_size,
-                align=self.align,
-                window=self.window,
-                device=device,
-            )
-            for _ in range(rows)
-        ]
+        self.ledgers = [self.new_ledger(self.tables[0].capacity) for _ in range(rows)]
+        self._padding = [[] for _ in range(rows)]
+
+    def new_ledger(self, capacity: int = 0) -> Ledger:
+        """Return the ledger of a sequence of which nothing was seen yet."""
+        return Ledger(
+            self.policy,
+            self.profile,
+            capacity=capacity,
+            page_size=self.page_size,
+            align=self.align,
+            window=self.window,
+            device=self.layout.device,
+        )
 
     def _capacity(self, window: int | None, capacity: int) -> int:
         """Slots of a table: a sliding one needs its window, and slack to shift it rarely."""
         return capacity if window is None else min(capacity, window + max(64, window // 4))
 
+    @_lasting
     def _make_pool(self, keys: Tensor, values: Tensor, layer: int) -> None:
         if keys.shape != values.shape:
             raise MemDecayError(
                 f"Layer {layer} has keys of shape {tuple(keys.shape)} and values of shape "
                 f"{tuple(values.shape)}, but a MemDecayCache needs them alike."
             )
+        if keys.device != self.layout.device:
+            raise ModelError(
+                f"The model is on {keys.device}, but it was on {self.layout.device} when this "
+                f"cache was made; make a new one."
+            )
         rows, heads, _, head_dim = keys.shape
         capacity = self.table_of(layer).capacity
         self.pools.append(KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device))
 
+    def _check_positions(self, new: list[int]) -> None:
+        if len(self._labels) > self.rows and any(self._labels[self.rows :]):
+            raise MemDecayError(
+                f"row {len(self._labels) - 1} has labels, but the forward has {self.rows} "
+                f"sequences."
+            )
+        limit = self.layout.hard_limit
+        for ledger, extra in zip(self.ledgers, new, strict=True):
+            if limit is not None and ledger.seen + extra > limit:
+                raise ModelError(
+                    f"The sequence would have {ledger.seen + extra} tokens, but this model has "
+                    f"position embeddings for {limit}."
+                )
+
+    def _check_budget(self, new: list[int]) -> None:
+        """Refuse the next tokens if they cannot fit, before anything is evicted."""
+        for ledger, extra in zip(self.ledgers, new, strict=True):
+            if self.budget is None or ledger.length + extra <= self.budget:
+                continue
+            held, still_open = ledger.stuck()
+            room = self.budget - held - still_open
+            if extra > room:
+                raise BudgetError(
+                    f"{extra} new tokens do not fit budget={self.budget}, of which pins hold "
+                    f"{held} and the page being filled {still_open} more; run at most "
+                    f"{max(room, 0)} tokens a forward (prefill_chunk_size in generate) or raise "
+                    f"the budget."
+                )
+
     def _make_room(self, new: list[int]) -> None:
         """Evict until the next tokens fit the budget, or grow if there is none."""
-        for number, table in enumerate(self.tables):
-            if table.window is not None:
-                self._slide(number, table, max(new))
         if self.budget is not None:
-            for row, ledger in enumerate(self.ledgers):
-                self._evict_excess(row, ledger, ledger.length + new[row] - self.budget, new[row])
+            self._evict_excess(
+                [
+                    ledger.length + extra - self.budget
+                    for ledger, extra in zip(self.ledgers, new, strict=True)
+                ]
+            )
         for number, table in enumerate(self.tables):
             need = max(length + extra for length, extra in zip(table.lengths, new, strict=True))
             if need > table.capacity:
                 capacity = max(need, table.capacity + table.capacity // 2)
                 if self.budget is not None:
                     capacity = min(capacity, max(need, self.budget))
-                table.grow(capacity)
-                for layer, pool in enumerate(self.pools):
-                    if self.layout.table[layer] == number:
-                        pool.grow(capacity, table.width)
-                if number == 0:
-                    for ledger in self.ledgers:
-                        ledger.grow(capacity)
+                self._grow(number, table, capacity)
 
-    def _evict_excess(self, row: int, ledger: Ledger, excess: int, new: int) -> None:
-        if excess <= 0:
-            return
-        self._release_queries(row)
-        try:
-            gone = ledger.plan(excess, self.now)
-        except BudgetError as error:
-            held = int(ledger.held().sum())
-            room = self.budget - held - ledger.open_tokens if self.budget else 0
-            raise BudgetError(
-                f"{new} new tokens do not fit budget={self.budget}, of which pins hold {held} and "
-                f"the page being filled {ledger.open_tokens}; run at most {max(room, 0)} tokens a "
-                f"forward (prefill_chunk_size in generate) or raise the budget."
-            ) from error
-        self._drop(row, gone)
+    def _grow(self, number: int, table: SlotTable, capacity: int) -> None:
+        """Give a table and its pools more slots; the table last, in case memory runs out."""
+        for layer, pool in enumerate(self.pools):
+            if self.layout.table[layer] == number:
+                pool.grow(capacity, table.width)
+        if number == 0:
+            for ledger in self.ledgers:
+                ledger.grow(capacity)
+        table.grow(capacity)
+
+    def _evict_excess(self, excess: list[int]) -> None:
+        """Evict by the policy, so many tokens of each row; all rows or none."""
+        rows = [row for row, number in enumerate(excess) if number > 0]
+        for row in rows:
+            self._release_queries(row)
+        plans = [
+            self.ledgers[row].plan(excess[row], self.clock_of(self.ledgers[row])) for row in rows
+        ]
+        for row, gone in zip(rows, plans, strict=True):
+            self._drop(row, gone)
 
     def _slide(self, number: int, table: SlotTable, new: int) -> None:
-        """Free the slots that left the window, once the table has no room for more."""
+        """Free the slots that left the window, once the table has no room for more.
+
+        Pinned or not, no later token can see them; where all layers slide this is an eviction.
+        """
         assert table.window is not None
         if table.width + new <= table.capacity:
             return
+        table.floor = self.seen
         for row in range(table.rows):
             index = table.index[row, : table.lengths[row]]
             gone = index <= self.seen - table.window
@@ -616,6 +746,7 @@ class MemDecayCache(AttachedCache):
         if number == 0:
             self.ledgers[row].move(move)
 
+    @_lasting
     def evict(self, positions: Tensor | Sequence[int], row: int = 0) -> int:
         """Evict tokens of a row by their true positions, whatever the policy says.
 
@@ -626,8 +757,8 @@ class MemDecayCache(AttachedCache):
         Returns:
             How many were evicted.
         """
+        ledger = self._ledger(row)
         self._release_queries(row)
-        ledger = self.ledgers[row]
         wanted = torch.as_tensor(positions, dtype=torch.int64, device=self.layout.device)
         gone = torch.isin(ledger["position"], wanted)
         count = int(gone.sum())
@@ -635,6 +766,7 @@ class MemDecayCache(AttachedCache):
             self._drop(row, gone)
         return count
 
+    @_lasting
     def shrink(self, budget: int, row: int | None = None) -> None:
         """Evict by the policy until each row keeps at most `budget` tokens; the budget stays.
 
@@ -642,9 +774,17 @@ class MemDecayCache(AttachedCache):
             BudgetError: `budget` is not positive, or the pins leave too little to evict.
         """
         _check_integer("budget", budget, 1, BudgetError)
-        for number, ledger in enumerate(self.ledgers):
-            if row in (None, number):
-                self._evict_excess(number, ledger, ledger.length - budget, 0)
+        excess = [ledger.length - budget for ledger in self.ledgers]
+        if row is not None:
+            excess = [number if row == other else 0 for other, number in enumerate(excess)]
+        for ledger, number in zip(self.ledgers, excess, strict=True):
+            held, still_open = ledger.stuck() if number > 0 else (0, 0)
+            if ledger.length - held - still_open < number:
+                raise BudgetError(
+                    f"budget is {budget}, but pins hold {held} tokens and the page being filled "
+                    f"{still_open} more."
+                )
+        self._evict_excess(excess)
 
     # Bookkeeping
 
@@ -655,7 +795,8 @@ class MemDecayCache(AttachedCache):
         return not decoding or self.steps % self.observe_every == 0
 
     def _observe(self, row: int, mass: Tensor) -> None:
-        refreshed = self.ledgers[row].observe(mass, self.now)
+        ledger = self.ledgers[row]
+        refreshed = ledger.observe(mass, self.clock_of(ledger))
         if self.on_observe is not None:
             self.on_observe(row, mass, refreshed)
 
@@ -687,22 +828,24 @@ class MemDecayCache(AttachedCache):
                     torch.full((left,), ledger.latest_span),
                 )
             size = len(labels.region)
-            arrival: Tensor | float = self.now
+            now = self.clock_of(ledger)
+            arrival: Tensor | float = now
             if self.clock == "tokens":
                 arrival = torch.arange(ledger.seen, ledger.seen + size, dtype=torch.float32)
-            ledger.append(labels, self.now, arrival)
+            ledger.append(labels, now, arrival)
             left -= size
 
     def _rollback(self, count: int) -> None:
         """Forget the last `count` tokens seen, padding included, in every row."""
         keep_below = self.seen - count
         for row, ledger in enumerate(self.ledgers):
-            gone = self.main.index[row, : self.main.lengths[row]] >= keep_below
-            forgotten = int(gone.sum())
             for number, table in enumerate(self.tables):
                 index = table.index[row, : table.lengths[row]]
                 self._move(number, row, index >= keep_below)
-            ledger.rewind(forgotten)
+            padding = self._padding[row]
+            still = bisect.bisect_left(padding, keep_below)
+            ledger.rewind(count - (len(padding) - still))
+            del padding[still:]
         self.seen = keep_below
 
     def _select_rows(self, rows: Tensor) -> None:
@@ -716,8 +859,10 @@ class MemDecayCache(AttachedCache):
         self.ledgers = [self.ledgers[row].copy() for row in rows.tolist()]
         queues = self._labels + [[]] * (self.rows - len(self._labels))
         self._labels = [[*queues[row]] for row in rows.tolist()]
+        self._padding = [[*self._padding[row]] for row in rows.tolist()]
         self.rows = len(rows)
 
+    @_lasting
     def copy(self) -> MemDecayCache:
         """Return an independent copy, for the same model."""
         other = MemDecayCache.__new__(MemDecayCache)
@@ -729,16 +874,21 @@ class MemDecayCache(AttachedCache):
         other.pools = [pool.copy() for pool in self.pools]
         other.ledgers = [ledger.copy() for ledger in self.ledgers]
         other._labels = [[*queue] for queue in self._labels]
+        other._padding = [[*padding] for padding in self._padding]
         other._slabs = {}
-        other._running = None
+        other._running = other._rollback_point = None
         other.on_evict = other.on_observe = None
         return other
+
+    def __copy__(self) -> MemDecayCache:
+        return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemDecayCache:
         return self.copy()
 
     # Scratch memory of observations
 
+    @_lasting
     def slab(self, table: SlotTable, rows: int, width: int) -> Tensor:
         """Return `(layers of the table, rows, width)` float32 to put probabilities in."""
         layers = self.layout.table.count(self.tables.index(table))
@@ -756,6 +906,7 @@ class MemDecayCache(AttachedCache):
         layers, _, width = slab.shape
         return slab.view(layers, self.rows, heads, width).sum((0, 2))
 
+    @_lasting
     def zero(self, like: Tensor) -> Tensor:
         """Return the ignored first operand of `baddbmm`."""
         if self._zero is None or self._zero.dtype != like.dtype:

@@ -28,6 +28,7 @@ class Forward(AttachedForward):
     Args:
         cache: the cache that serves it.
         count: tokens of the forward, padding included.
+        new: for each row how many of them are real.
         first_index: sequence index of the first of them.
         real: `(rows, count)` bool, False for padding; None if all are real.
         writes: for each slot table, where the new tokens go.
@@ -42,6 +43,7 @@ class Forward(AttachedForward):
         cache: MemDecayCache,
         *,
         count: int,
+        new: list[int],
         first_index: int,
         real: Tensor | None,
         writes: dict[int | None, Write],
@@ -50,6 +52,7 @@ class Forward(AttachedForward):
     ) -> None:
         self.cache = cache
         self.count = count
+        self.new = new
         self.first_index = first_index
         self.real = real
         self.writes = writes
@@ -59,7 +62,7 @@ class Forward(AttachedForward):
         self.layer = 0
         self.num_heads = 0
         self.sums: dict[int | None, Tensor] = {}
-        self._window_rows: tuple[Tensor, Tensor] | None = None
+        self._window_rows: Tensor | None = None
 
     # Masks
 
@@ -99,10 +102,7 @@ class Forward(AttachedForward):
         if self.real is not None or table.ragged:
             return False
         if self.count == 1:
-            seen = self.first_index + 1
-            if table.window is None or seen <= table.window:
-                return True
-            return int(table.index[:, : table.width].min()) > seen - 1 - table.window
+            return table.window is None or self.first_index < table.window
         only_new = table.width == self.count
         return only_new and (table.window is None or self.count <= table.window)
 
@@ -155,6 +155,7 @@ class Forward(AttachedForward):
             self._observe_window(query, key, attention_mask, scale, softcap)
         return out, None
 
+    @torch.no_grad()
     def _decode(
         self,
         query: Tensor,
@@ -179,7 +180,7 @@ class Forward(AttachedForward):
         probability = probability.view(batch * kv_heads, group, width)
         rows = packed.reshape(batch * kv_heads, group, head_dim)
         keys, values = key.flatten(0, 1), value.flatten(0, 1)
-        by_head = query.dtype != torch.float32 and not query.is_cuda
+        by_head = query.dtype != torch.float32 and query.device.type == "cpu"
         if by_head:
             # CPU bf16: bmm with few rows is several times slower than one mm a head.
             logits = rows.new_empty(batch * kv_heads, group, width)
@@ -210,6 +211,7 @@ class Forward(AttachedForward):
 
     # Observation
 
+    @torch.no_grad()
     def _observe_window(
         self,
         query: Tensor,
@@ -227,7 +229,7 @@ class Forward(AttachedForward):
             query = query[:, :, -last:]
             mask = mask[:, :, -last:] if mask is not None else None
         else:
-            rows, _ = self._last_real(last)
+            rows = self._last_real(last)
             query = query.gather(2, rows[:, None, :, None].expand(-1, heads, -1, head_dim))
             assert mask is not None
             mask = mask.gather(2, rows[:, None, :, None].expand(-1, 1, -1, width))
@@ -247,12 +249,12 @@ class Forward(AttachedForward):
         else:
             self.sums[window] = total
 
-    def _last_real(self, last: int) -> tuple[Tensor, Tensor]:
-        """Return for each row the columns of its last real queries, and which of them exist."""
+    def _last_real(self, last: int) -> Tensor:
+        """Return `(rows, last)`, the columns of each row's last real queries, at the end."""
         if self._window_rows is None:
             assert self.real is not None
-            order = torch.argsort(self.real.to(torch.int8), dim=1, stable=True)[:, -last:]
-            self._window_rows = order, self.real.gather(1, order)
+            order = torch.argsort(self.real.to(torch.int8), dim=1, stable=True)
+            self._window_rows = order[:, -last:]
         return self._window_rows
 
     def masses(self) -> list[Tensor]:
@@ -262,36 +264,38 @@ class Forward(AttachedForward):
             for table in self.cache.tables
         }
         masses = self._combine(sums)
-        result = []
-        for row, length in enumerate(self.cache.main.lengths):
-            mass = masses[row, :, :length]
-            if self.real is not None and self.sums:
-                mass = mass[self._last_real(masses.shape[1])[1][row]]
-            elif self.real is not None:
-                mass = mass[self.real[row]]
-            result.append(mass.t())
-        return result
+        queries = masses.shape[1]
+        return [
+            masses[row, max(0, queries - new) :, :length].t()
+            for row, (new, length) in enumerate(zip(self.new, self.cache.main.lengths, strict=True))
+        ]
 
     def _combine(self, sums: dict[int | None, Tensor]) -> Tensor:
         """Average over all heads and layers, in the slots of the main table."""
         main = self.cache.main
         total = sums[main.window]
         for table in self.cache.tables:
-            if table is main:
-                continue
-            first = self.cache.seen - (table.window or 0) - self.count
-            for row in range(main.rows):
-                # Window slots to main slots, through the few indices that a window can hold.
-                where = main.index[row, : main.lengths[row]]
-                recent = (where >= first).nonzero().flatten()
-                slot_of = where.new_full((self.cache.seen - first,), -1)
-                slot_of[where[recent] - first] = recent
-                index = table.index[row, : table.lengths[row]]
-                inside = (index >= first).nonzero().flatten()
-                slots = slot_of[index[inside] - first]
-                known = slots >= 0
-                total[row].index_add_(1, slots[known], sums[table.window][row][:, inside[known]])
+            if table is not main:
+                # A spare column takes the tokens that the main table does not keep.
+                total = torch.nn.functional.pad(total, (0, 1))
+                slot = self._main_slots(table)[:, None].expand_as(sums[table.window])
+                total = total.scatter_add(2, slot, sums[table.window])[:, :, :-1]
         return total / (len(self.cache.layers) * self.num_heads)
+
+    def _main_slots(self, table: SlotTable) -> Tensor:
+        """Return `(rows, width)`: where a sliding table's tokens are in the main table.
+
+        Only indices that some query's window can reach are looked up; the others have no mass.
+        """
+        main = self.cache.main
+        first = self.cache.seen - self.count - (table.window or 0)
+        reach = self.cache.seen - first
+        here, there = main.index[:, : main.width] - first, table.index[:, : table.width] - first
+        slots = torch.arange(main.width, device=here.device).expand_as(here)
+        slot_of = torch.full((main.rows, reach + 1), main.width, device=here.device)
+        slot_of.scatter_(1, torch.where(here >= 0, here, reach), slots)
+        slot_of[:, reach] = main.width
+        return slot_of.gather(1, torch.where(there >= 0, there, reach))
 
 
 def _future(queries: int, width: int, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,19 @@ class Labels:
             Labels(self.region[count:], self.span[count:], self.pinned),
         )
 
+
+_SCALARS = (
+    "length",
+    "seen",
+    "num_pages",
+    "latest_page",
+    "next_page",
+    "filled",
+    "last_region",
+    "latest_span",
+    "num_queries",
+)
+"""What appending changes of a ledger beside the columns."""
 
 _COLUMNS: Mapping[str, torch.dtype] = {
     "position": torch.int64,
@@ -86,6 +100,7 @@ class Ledger:
         self.filled = 0
         self.last_region = -1
         self.latest_span = 0
+        self.starts: list[tuple[int, int]] = []  # position and region, where pages are aligned
         self.columns = {
             name: torch.zeros(capacity, dtype=dtype, device=device)
             for name, dtype in _COLUMNS.items()
@@ -153,11 +168,12 @@ class Ledger:
         being_filled = self.filled % self.page_size and self.latest_page == self.next_page - 1
         return self.num_pages - 1 if self.num_pages and being_filled else None
 
-    @property
-    def open_tokens(self) -> int:
-        """Kept tokens of the page being filled."""
+    def stuck(self) -> tuple[int, int]:
+        """Return how many kept tokens pins hold, and how many more the page being filled holds."""
+        held = self.held()
         page = self.open_page
-        return 0 if page is None else int((self["page_index"] == page).sum())
+        still_open = 0 if page is None else int((~held & (self["page_index"] == page)).sum())
+        return int(held.sum()), still_open
 
     # Changes
 
@@ -193,6 +209,10 @@ class Ledger:
         self.seen += count
         self.latest_page = next_page - 1
         self.latest_span = int(labels.span[-1])
+        if self.align is not None:
+            for offset, number in enumerate(page.tolist()):
+                if number == len(self.starts):
+                    self.starts.append((self.seen - count + offset, int(labels.region[offset])))
         self.next_page, self.filled, self.last_region = next_page, filled, last_region
         if self.policy.columns:
             arrived = Tokens(
@@ -207,6 +227,15 @@ class Ledger:
             )
             for name, column in self.policy.on_insert(arrived).items():
                 columns[f"state.{name}"][fresh] = column
+
+    def mark(self) -> dict[str, Any]:
+        """Return what `back_to` needs to take back later appends."""
+        return {name: getattr(self, name) for name in _SCALARS}
+
+    def back_to(self, mark: dict[str, Any]) -> None:
+        """Take back all that was appended since `mark`, if nothing was moved since (mutates)."""
+        self.__dict__.update(mark)
+        del self.starts[self.next_page :]
 
     def move(self, move: Move) -> None:
         """Repeat what a slot table did to its row (mutates)."""
@@ -225,19 +254,24 @@ class Ledger:
         self.latest_page = int(self["page"].max()) if self.length else -1
 
     def rewind(self, count: int) -> None:
-        """Forget that the last `count` tokens were seen; their slots are already gone (mutates)."""
+        """Forget that the last `count` tokens were seen; their slots are already gone (mutates).
+
+        Whether a token is still kept or was evicted before makes no difference.
+
+        Args:
+            count: tokens of this sequence, padding not counted.
+        """
         self.seen -= count
         self.num_queries = max(0, self.num_queries - count)
+        self.latest_span = int(self["span"].max()) if self.length else 0
         if self.align is None:
             self.next_page = -(-self.seen // self.page_size)
             self.filled = (self.seen - 1) % self.page_size + 1 if self.seen else 0
-        elif self.length:
-            member = self["page"] == self.latest_page
-            self.next_page = self.latest_page + 1
-            self.filled = int(member.sum())
-            self.last_region = int(self["region"][member][0])
-        else:
-            self.next_page, self.filled, self.last_region = 0, 0, -1
+            return
+        while self.starts and self.starts[-1][0] >= self.seen:
+            self.starts.pop()
+        start, self.last_region = self.starts[-1] if self.starts else (self.seen, -1)
+        self.next_page, self.filled = len(self.starts), self.seen - start
 
     # Attention
 
@@ -321,23 +355,25 @@ class Ledger:
         pages[self["page_index"][held]] = True
         return pages[self["page_index"]]
 
-    def held_with(self, labels: Labels) -> tuple[int, int]:
-        """Return (pinned, held) token counts once these tokens are in: nothing changes.
+    def held_with(self, region: Tensor, pinned: Tensor) -> tuple[int, int]:
+        """Return (pinned, held) token counts once more tokens are in: nothing changes.
 
         `held` counts the kept and the new tokens of every page with a pinned token, as such a
         page stays whole.
+
+        Args:
+            region: (count,) int64, of the tokens to come; count is at least 1.
+            pinned: (count,) bool, of the tokens to come.
         """
         pinned_region = torch.zeros(len(self.profile.names), dtype=torch.bool, device=self.device)
         if "labels" in self.policy.needs:
             pinned_region = self.profile.tensors(self.device)[2]
-        page = torch.cat([self["page"], self.pages_of(labels.region)[0]])
-        pinned = torch.cat(
-            [
-                self["pinned"] | pinned_region[self["region"]],
-                pinned_region[labels.region] | labels.pinned,
-            ]
+        region, pinned = region.to(self.device), pinned.to(self.device)
+        page = torch.cat([self["page"], self.pages_of(region)[0]])
+        held = torch.cat(
+            [self["pinned"] | pinned_region[self["region"]], pinned | pinned_region[region]]
         )
-        return int(pinned.sum()), int(torch.isin(page, page[pinned]).sum())
+        return int(held.sum()), int(torch.isin(page, page[held]).sum())
 
     def copy(self) -> Ledger:
         """An independent copy."""
@@ -345,4 +381,5 @@ class Ledger:
         other.__dict__.update(self.__dict__)
         other.columns = {name: column.clone() for name, column in self.columns.items()}
         other.queries = self.queries.clone()
+        other.starts = [*self.starts]
         return other

@@ -56,6 +56,7 @@ class SlotTable:
 
     def __init__(self, rows: int, capacity: int, window: int | None, device: torch.device) -> None:
         self.window = window
+        self.floor = 0  # a rollback below this index would miss what left the window
         self.index = torch.full((rows, capacity), -1, dtype=torch.int64, device=device)
         self.lengths = [0] * rows
 
@@ -146,6 +147,12 @@ class SlotTable:
         self.lengths[row] = length
         return move
 
+    def truncate(self, lengths: list[int]) -> None:
+        """Take back the latest appends, until rows have these lengths again (mutates)."""
+        for row, length in enumerate(lengths):
+            self.index[row, length : self.lengths[row]] = -1
+        self.lengths = [*lengths]
+
     def select_rows(self, rows: Tensor) -> None:
         """Make row i of the table what row `rows[i]` was (mutates)."""
         self.index = self.index.index_select(0, rows.to(self.index.device))
@@ -154,7 +161,8 @@ class SlotTable:
     def copy(self) -> SlotTable:
         """An independent copy."""
         other = SlotTable.__new__(SlotTable)
-        other.window, other.index, other.lengths = self.window, self.index.clone(), [*self.lengths]
+        other.__dict__.update(self.__dict__)
+        other.index, other.lengths = self.index.clone(), [*self.lengths]
         return other
 
 
