@@ -1,1 +1,19 @@
-"""engine."""
+"""The engine on transformers: a cache under a budget, and sessions that use it."""
+
+from memdecay.engine.cache import Evicted, MemDecayCache
+from memdecay.engine.loading import load_model
+from memdecay.engine.report import AppendResult, Generated, Report, Scores
+from memdecay.engine.session import Session
+from memdecay.engine.support import FAMILIES
+
+__all__ = [
+    "FAMILIES",
+    "AppendResult",
+    "Evicted",
+    "Generated",
+    "MemDecayCache",
+    "Report",
+    "Scores",
+    "Session",
+    "load_model",
+]

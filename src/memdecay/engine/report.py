@@ -1,0 +1,115 @@
+"""What a session says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from memdecay.prompt import Message, Span
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well the model foresaw the assistant's recorded tokens, given what the cache kept.
+
+    Args:
+        position: `(n,)` int64, true positions of the scored tokens.
+        message: `(n,)` int64, index of the message that each belongs to.
+        target: `(n,)` int64, the recorded ids.
+        nll: `(n,)` float32, negative log-likelihood of the recorded id, in nats.
+        top1: `(n,)` int64, the most likely ids.
+    """
+
+    position: Tensor
+    message: Tensor
+    target: Tensor
+    nll: Tensor
+    top1: Tensor
+
+
+@dataclass(frozen=True)
+class AppendResult:
+    """What `Session.append` did.
+
+    Args:
+        tokens: how many tokens were new.
+        spans: they tile the new tokens; `start` and `end` count from the first of them.
+        notes: what the chat template changed, left out or rewrote.
+        scores: of the assistant's tokens, if asked for and if there are any.
+    """
+
+    tokens: int
+    spans: Sequence[Span]
+    notes: Sequence[str]
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the model wrote.
+
+    Args:
+        text: without special tokens.
+        ids: all of them, the end-of-turn token included.
+        message: as it was added to the conversation.
+        finish_reason: "stop" (the model ended its turn, or a stop string came), "length", or
+            "cancelled" (a stream was closed).
+    """
+
+    text: str
+    ids: Sequence[int]
+    message: Message
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of a session; `to_dict` is JSON.
+
+    Args:
+        model: name or path of the model.
+        policy: name and parameters of the policy.
+        budget_tokens: tokens that may be kept, None for no limit.
+        seen_tokens: tokens that the model has read or written.
+        kept_tokens: tokens in the cache.
+        peak_resident_tokens: the most that were ever in the cache, inside a forward too.
+        kept_by_region: region -> tokens in the cache.
+        seen_by_region: region -> tokens seen.
+        pinned_tokens: kept tokens that a pin holds, alone or through their page.
+        evicted_tokens: tokens evicted so far.
+        evicted_pages: pages evicted so far.
+        kv_bytes: bytes allocated for keys and values.
+        peak_kv_bytes: the most that ever were.
+        page_size: tokens a page.
+        clock: "steps" or "tokens".
+        steps: decode steps so far.
+        observations: attention observations so far.
+        notes: what the user should know.
+    """
+
+    model: str
+    policy: Mapping[str, Any]
+    budget_tokens: int | None
+    seen_tokens: int
+    kept_tokens: int
+    peak_resident_tokens: int
+    kept_by_region: Mapping[str, int]
+    seen_by_region: Mapping[str, int]
+    pinned_tokens: int
+    evicted_tokens: int
+    evicted_pages: int
+    kv_bytes: int
+    peak_kv_bytes: int
+    page_size: int
+    clock: str
+    steps: int
+    observations: int
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**dataclasses.asdict(self), "notes": list(self.notes)}

@@ -1,0 +1,135 @@
+"""The life of every page of one session, recorded as it happens, for the picture of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memdecay.engine.cache import Evicted, MemDecayCache
+
+_MOST_SNAPSHOTS = 200
+
+
+class TimelineRecorder:
+    """Listens to a cache of one row. What it keeps grows with the pages and events seen.
+
+    Args:
+        cache: to listen to; its `on_evict` and `on_observe` are taken.
+    """
+
+    def __init__(self, cache: MemDecayCache) -> None:
+        self._cache = cache
+        self._pages: dict[int, dict[str, Any]] = {}
+        self._events: list[dict[str, Any]] = []
+        self._snapshots: list[dict[str, Any]] = []
+        self._stride = 1
+        self._refreshed: set[int] = set()
+        self._steps = cache.steps
+        self.turn = 0
+        cache.on_evict = self._evicted
+        cache.on_observe = self._observed
+
+    def prefilled(self) -> None:
+        """A chunk of a prompt has been read."""
+        self._event("prefill")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the timeline as plain JSON values."""
+        names = self._cache.profile.names
+        self._look()
+        pages = []
+        for page, life in sorted(self._pages.items()):
+            counts: dict[int, int] = life["counts"]
+            region = names[max(counts, key=lambda key: counts[key])]
+            known = {name: life[name] for name in ("tokens", "born", "evicted", "pinned")}
+            pages.append({"page": page, "region": region, **known})
+        return {
+            "page_size": self._cache.page_size,
+            "regions": list(names),
+            "pages": pages,
+            "events": self._events,
+            "scores": self._snapshots,
+        }
+
+    def _event(self, kind: str) -> None:
+        cache = self._cache
+        self._events.append(
+            {
+                "index": len(self._events),
+                "step": cache.now,
+                "seen": cache.seen,
+                "kept": cache.kept(),
+                "turn": self.turn,
+                "kind": kind,
+            }
+        )
+        self._look()
+        if (len(self._events) - 1) % self._stride == 0:
+            self._snapshot()
+
+    def _look(self) -> None:
+        """Note the pages that are new, and what the kept ones hold."""
+        ledger = self._cache.ledgers[0] if self._cache.ledgers else None
+        if ledger is None or not ledger.length:
+            return
+        page, region = ledger["page"], ledger["region"]
+        pairs, counts = torch.unique(torch.stack([page, region]), dim=1, return_counts=True)
+        held = set(page[ledger.held()].unique().tolist())
+        found: dict[int, dict[int, int]] = {}
+        for number, kind, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
+            found.setdefault(number, {})[kind] = count
+        for number, kinds in found.items():
+            born = max(len(self._events) - 1, 0)
+            life = self._pages.setdefault(number, {"born": born, "evicted": None})
+            life.update(
+                counts=kinds, tokens=sum(kinds.values()), pinned=number in held, evicted=None
+            )
+
+    def _snapshot(self) -> None:
+        ledger = self._cache.ledgers[0]
+        if not ledger.length:
+            return
+        score = ledger.page_score(self._cache.now).float()
+        lowest = min(0.0, float(score.min()))
+        highest = max(float(score.max()), lowest + 1e-12)
+        share = ((score - lowest) / (highest - lowest)).tolist()
+        first = torch.zeros(ledger.num_pages, dtype=torch.int64, device=ledger.device)
+        first[ledger["page_index"]] = ledger["page"]
+        self._snapshots.append(
+            {
+                "event": len(self._events) - 1,
+                "page_scores": {
+                    str(page): round(value, 4)
+                    for page, value in zip(first.tolist(), share, strict=True)
+                },
+                "refreshed": sorted(self._refreshed),
+            }
+        )
+        self._refreshed.clear()
+        if len(self._snapshots) > _MOST_SNAPSHOTS:
+            # A refresh belongs to the next snapshot that stays.
+            kept: list[dict[str, Any]] = []
+            carried: set[int] = set()
+            for number, snapshot in enumerate(self._snapshots):
+                carried |= set(snapshot["refreshed"])
+                if number % 2 == 0:
+                    kept.append({**snapshot, "refreshed": sorted(carried)})
+                    carried = set()
+            self._refreshed |= carried
+            self._snapshots = kept
+            self._stride *= 2
+
+    def _observed(self, row: int, mass: Tensor, refreshed: Tensor) -> None:
+        self._refreshed |= set(self._cache.ledgers[row]["page"][refreshed].unique().tolist())
+        if self._cache.steps != self._steps:  # else the end of a prompt was observed
+            self._steps = self._cache.steps
+            self._event("decode")
+
+    def _evicted(self, evicted: Evicted) -> None:
+        self._event("evict")
+        kept = set(self._cache.ledgers[evicted.row]["page"].unique().tolist())
+        for page in evicted.page.unique().tolist():
+            if page not in kept and page in self._pages:
+                self._pages[page]["evicted"] = len(self._events) - 1
