@@ -151,10 +151,14 @@ MISTRAL = """
 {%- else -%}{{ '[INST] ' ~ m.content ~ '[/INST]' }}{%- endif -%}
 {%- elif m.role == 'assistant' and m.tool_calls -%}
 {{ '[CALLS] [' }}
+{%- for c in m.tool_calls if c.id | length != 9 %}{{ raise_exception('Ids of 9!') }}{% endfor -%}
 {%- for c in m.tool_calls %}{{ (c.function | tojson) ~ (']' if loop.last else ', ') }}{% endfor -%}
 {{ eos_token }}
 {%- elif m.role == 'assistant' -%}{{ ' ' ~ m.content ~ eos_token }}
-{%- elif m.role == 'tool' -%}{{ '[RESULTS] ' ~ m.content ~ '[/RESULTS]' }}
+{%- elif m.role == 'tool' -%}
+{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 -%}
+{{ raise_exception('Ids of 9!') }}
+{%- endif -%}{{ '[RESULTS] ' ~ m.content ~ ' ' ~ m.tool_call_id ~ '[/RESULTS]' }}
 {%- else -%}{{ raise_exception('Only user, assistant and tool roles are supported.') }}
 {%- endif -%}
 {%- endfor -%}
@@ -190,6 +194,35 @@ PHI = """
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif -%}
 """
 
+# DeepSeek: the system text ahead of all, calls only when the content is null and as text, tool
+# results in one block that the next message closes, thinking of answers cut off.
+DEEPSEEK = """
+{%- set ns = namespace(system='', open=false) -%}
+{%- for m in messages if m.role == 'system' %}{% set ns.system = m.content %}{% endfor -%}
+{{ bos_token ~ ns.system }}
+{%- macro close() -%}
+{%- if ns.open %}{% set ns.open = false %}{{ '<results_end>' }}{% endif -%}
+{%- endmacro -%}
+{%- for m in messages -%}
+{%- if m.role != 'tool' %}{{ close() }}{% endif -%}
+{%- if m.role == 'user' %}{{ '<User>' ~ m.content }}
+{%- elif m.role == 'assistant' and m.content is none -%}
+{{ '<Assistant>' }}
+{%- for c in m.tool_calls -%}
+{{ '<call>' + c.function.name + '\n' + c.function.arguments + '<call_end>' }}
+{%- endfor -%}
+{{ eos_token }}
+{%- elif m.role == 'assistant' -%}
+{{ '<Assistant>' ~ m.content.split('</think>')[-1] ~ eos_token }}
+{%- elif m.role == 'tool' -%}
+{%- if not ns.open %}{% set ns.open = true %}{{ '<results>' }}{% endif -%}
+{{ '<result>' ~ m.content ~ '<result_end>' }}
+{%- endif -%}
+{%- endfor -%}
+{{ close() }}
+{%- if add_generation_prompt %}{{ '<Assistant>' }}{% endif -%}
+"""
+
 # Only parts, as some vision models have it; a loop over indices instead of messages.
 PARTS = """
 {%- for m in messages -%}
@@ -214,6 +247,7 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "phi": PHI,
+    "deepseek": DEEPSEEK,
     "parts": PARTS,
     "by_index": BY_INDEX,
 }

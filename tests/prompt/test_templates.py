@@ -237,6 +237,36 @@ def test_calls_that_a_template_ignores_are_written_out():
     assert "parameters" not in result.text
 
 
+def test_call_ids_are_renamed_only_where_they_must_be():
+    tokenizer = make_tokenizer("mistral")
+    two = {
+        "role": "assistant",
+        "tool_calls": [call("a", "{}", "call_1"), call("b", "{}", "call_2")],
+    }
+    results = [
+        {"role": "tool", "tool_call_id": "call_2", "content": "two"},
+        {"role": "tool", "content": "one"},
+    ]
+    result = Conversation(tokenizer).append([AGENT[1], two, *results])
+    assert "two 000000002[/RESULTS]" in result.text
+    assert "one 000000001[/RESULTS]" in result.text
+    assert any("nine characters" in note for note in result.notes)
+    kept = Conversation(tokenizer).append(AGENT[1:4])
+    assert "abc123xyz[/RESULTS]" in kept.text
+    assert kept.notes == ["The chat template leaves out the content of message 2."]
+
+
+def test_calls_beside_content_where_only_null_content_shows_calls():
+    tokenizer = make_tokenizer("deepseek")
+    result = Conversation(tokenizer).append(AGENT)
+    assert "I search.\n<tool_call>" in result.text
+    assert any("ignores tool_calls beside content; those of message 2" in n for n in result.notes)
+    silent = [*AGENT[:2], {**AGENT[2], "content": ""}, *AGENT[3:]]
+    result = Conversation(tokenizer).append(silent)
+    assert '<call>search\n{"query": "Oslo"}<call_end>' in result.text
+    assert [r for m, r, _ in texts(tokenizer, result) if m == 2] == ["tool_in"]
+
+
 @pytest.mark.parametrize("messages", [AGENT, AGENT[1:]], ids=["system", "no system"])
 @pytest.mark.parametrize("name", ["smol", "gemma", "parts"])
 def test_schemas_can_be_written_into_the_system_message(name, messages):

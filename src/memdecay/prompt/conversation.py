@@ -14,7 +14,7 @@ from memdecay.errors import ModelError, SessionError, TraceError
 from memdecay.prompt.generated import read_generated, remaining_closing, split_ending
 from memdecay.prompt.label import Piece, label_messages
 from memdecay.prompt.locate import Missing, locate, merge
-from memdecay.prompt.prepare import Turn, prepare, schemas_text
+from memdecay.prompt.prepare import Turn, is_short_id, prepare, schemas_text, writes_calls_out
 from memdecay.prompt.template import RenderError, Rendering, Template, common_prefix
 from memdecay.prompt.tokens import Encoder, rendered, starts_by_decoding
 from memdecay.prompt.traits import Traits, probe
@@ -353,11 +353,16 @@ class Conversation:
         """Say what of the new messages is not in the prompt, or is there in another form."""
         notes = []
         calls = [i for i, m in enumerate(new, start=count) if m.get("tool_calls")]
-        if calls and not self._traits.tool_calls:
+        written = [i for i in calls if writes_calls_out(new[i - count], self._traits)]
+        if written:
+            why = " beside content" if self._traits.tool_calls else ""
             notes.append(
-                "The chat template ignores tool_calls; those of "
-                f"{_list(calls)} are written into the content as <tool_call> blocks."
+                f"The chat template ignores tool_calls{why}; those of "
+                f"{_list(written)} are written into the content as <tool_call> blocks."
             )
+        ids = [c.get("id", "") for i in calls for c in new[i - count]["tool_calls"]]
+        if self._traits.short_ids and not all(is_short_id(i) for i in ids):
+            notes.append("The chat template wants call ids of nine characters; they are renamed.")
         results = [i for i, m in enumerate(new, start=count) if m["role"] == "tool"]
         if results and not self._traits.tool_role:
             notes.append(

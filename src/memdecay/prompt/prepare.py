@@ -32,6 +32,8 @@ def prepare(
 ) -> list[Turn]:
     """Return the turns for a template; nothing that a message says gets lost on the way."""
     turns: list[Turn] = []
+    if traits.short_ids:
+        messages = _with_short_ids(messages)
     for message, pieces in zip(messages, labelled, strict=True):
         role = message["role"]
         turn = _tool_as_user(message, pieces) if _needs_user(role, traits) else None
@@ -42,6 +44,19 @@ def prepare(
         else:
             turns.append(turn)
     return [_as_parts(turn) for turn in turns] if traits.content_as_parts else turns
+
+
+def is_short_id(call_id: str) -> bool:
+    """Return whether a call id is one that Mistral's templates take."""
+    return len(call_id) == 9 and call_id.isalnum()
+
+
+def writes_calls_out(message: Message, traits: Traits) -> bool:
+    """Return whether the calls of a message have to go into its content to be seen."""
+    if not message.get("tool_calls"):
+        return False
+    hidden = traits.calls_need_null and bool(content_text(message))
+    return hidden or not traits.tool_calls
 
 
 def schemas_text(tools: Sequence[Any]) -> str:
@@ -85,14 +100,42 @@ def _turn(message: Message, pieces: list[Piece], traits: Traits) -> Turn:
     if "reasoning_content" in message:
         payload["thinking"] = message["reasoning_content"]
     calls = message.get("tool_calls", ())
-    if calls and traits.tool_calls:
+    if calls and not writes_calls_out(message, traits):
         payload["tool_calls"] = [_call(call, traits) for call in calls]
+        if traits.calls_need_null:
+            payload["content"] = None
     elif calls:
         text = calls_text(calls)
         gap = "\n" if payload["content"] else ""
         payload["content"] += gap + text
         pieces[-1] = replace(pieces[-1], kind="content", text=gap + text)
     return Turn(payload, pieces)
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give calls ids of nine characters, and results the ids of the calls they answer."""
+    renamed: dict[str, str] = {}
+    waiting: list[str] = []
+    out = []
+    count = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                count += 1
+                own = call.get("id", "")
+                short = own if is_short_id(own) else f"{count:09d}"
+                renamed[own or short] = short
+                waiting.append(short)
+                calls.append({**call, "id": short})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            short = renamed.get(message.get("tool_call_id", ""), waiting[0] if waiting else "0" * 9)
+            if short in waiting:
+                waiting.remove(short)
+            message = {**message, "tool_call_id": short}
+        out.append(message)
+    return out
 
 
 def _call(call: Message, traits: Traits) -> Message:
@@ -124,5 +167,7 @@ def _merge(left: Turn, right: Turn) -> Turn:
 
 
 def _as_parts(turn: Turn) -> Turn:
+    if turn.payload["content"] is None:
+        return turn
     parts = [{"type": "text", "text": turn.payload["content"]}]
     return replace(turn, payload={**turn.payload, "content": parts})

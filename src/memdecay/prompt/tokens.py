@@ -28,6 +28,8 @@ class Encoder:
         self._tokenizer = tokenizer
         if getattr(tokenizer, "is_fast", True) is False:
             raise ModelError(_no_offsets(tokenizer))
+        # transformers warns of texts longer than the model was trained on; callers say it better.
+        self._quiet = {"verbose": False} if hasattr(tokenizer, "init_kwargs") else {}
         try:
             pieces = self._encode("a.")[0] + self._encode("b c")[0]
         except (NotImplementedError, KeyError, TypeError):
@@ -69,7 +71,7 @@ class Encoder:
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded: Mapping[str, Any] = self._tokenizer(
-            text, return_offsets_mapping=True, add_special_tokens=False
+            text, return_offsets_mapping=True, add_special_tokens=False, **self._quiet
         )
         offsets = [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
         return [int(i) for i in encoded["input_ids"]], offsets

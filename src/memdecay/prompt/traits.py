@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memdecay.prompt.template import RenderError, Template
@@ -20,6 +21,8 @@ class Traits:
     Args:
         tool_calls: whether the `tool_calls` of an assistant message appear.
         arguments_as_text: whether call arguments must be JSON text instead of mappings.
+        calls_need_null: whether calls appear only when the content is null.
+        short_ids: whether call ids must have nine characters (Mistral).
         tool_role: whether messages of role tool appear.
         tools: whether tool schemas appear.
         reasoning: whether `reasoning_content` of the newest answer appears.
@@ -31,6 +34,8 @@ class Traits:
 
     tool_calls: bool = False
     arguments_as_text: bool = False
+    calls_need_null: bool = False
+    short_ids: bool = False
     tool_role: bool = False
     tools: bool = False
     reasoning: bool = False
@@ -43,12 +48,11 @@ class Traits:
 def probe(template: Template) -> Traits:
     """Find out what a template renders; a template that raises on everything has no traits."""
     prober = _Prober(template)
-    arguments_as_text, tool_calls = prober.tool_calls()
     header, closing = prober.frame()
-    return Traits(
-        tool_calls=tool_calls,
-        arguments_as_text=arguments_as_text,
-        tool_role=prober.tool_role(tool_calls, arguments_as_text),
+    calls = prober.tool_calls()
+    return replace(
+        calls,
+        tool_role=prober.tool_role(calls),
         tools=prober.tools(),
         reasoning=prober.reasoning(),
         developer="developer" in template.source,
@@ -78,29 +82,35 @@ class _Prober:
         except RenderError:
             return False
 
-    def _action(self, arguments: Any) -> dict[str, Any]:
+    def _exchange(self, traits: Traits, call_id: str = _CALL_ID) -> list[dict[str, Any]]:
+        """Return a question, a call and its result."""
+        arguments: Any = '{"zqwxkey": "v"}' if traits.arguments_as_text else {"zqwxkey": "v"}
         function = {"name": _TOOL, "arguments": arguments}
-        call = {"id": _CALL_ID, "type": "function", "function": function}
-        return self._say("assistant", "", tool_calls=[call])
+        call = {"id": call_id, "type": "function", "function": function}
+        action = self._say("assistant", "", tool_calls=[call])
+        if traits.calls_need_null:
+            action["content"] = None
+        result = self._say("tool", _WORD, tool_call_id=call_id, name=_TOOL)
+        return [self._say("user", "q"), action, result]
 
-    def _result(self) -> dict[str, Any]:
-        return self._say("tool", _WORD, tool_call_id=_CALL_ID, name=_TOOL)
+    def tool_calls(self) -> Traits:
+        """Find out how calls have to be written to appear, if they can."""
+        for null, as_text in itertools.product((False, True), repeat=2):
+            traits = Traits(tool_calls=True, arguments_as_text=as_text, calls_need_null=null)
+            turns = self._exchange(traits)
+            for shown in ([*turns, self._say("assistant", "a")], turns[:2]):
+                if self._shows(_TOOL, shown) and self._shows("zqwxkey", shown):
+                    long_ids = self._exchange(traits, "zqwx_long_call_id")[: len(shown)]
+                    return replace(traits, short_ids=not self._shows(_TOOL, long_ids))
+        return Traits()
 
-    def tool_calls(self) -> tuple[bool, bool]:
-        """Return whether arguments must be text, and whether calls appear at all."""
-        for as_text, arguments in ((False, {"zqwxkey": "v"}), (True, '{"zqwxkey": "v"}')):
-            start = [self._say("user", "q"), self._action(arguments)]
-            for turns in ([*start, self._result(), self._say("assistant", "a")], start):
-                if self._shows(_TOOL, turns) and self._shows("zqwxkey", turns):
-                    return as_text, True
-        return False, False
-
-    def tool_role(self, tool_calls: bool, as_text: bool) -> bool:
-        arguments: Any = "{}" if as_text else {}
-        action = self._action(arguments) if tool_calls else self._say("assistant", "a")
-        start = [self._say("user", "q"), action, self._result()]
-        return self._shows(_WORD, start) or self._shows(
-            _WORD, [*start, self._say("assistant", "a")]
+    def tool_role(self, calls: Traits) -> bool:
+        """Return whether the result of a call, or a tool message after a text, appears."""
+        turns = self._exchange(calls)
+        if not calls.tool_calls:
+            turns[1] = self._say("assistant", "a")
+        return self._shows(_WORD, turns) or self._shows(
+            _WORD, [*turns, self._say("assistant", "a")]
         )
 
     def tools(self) -> bool:

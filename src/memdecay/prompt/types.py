@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
         """The jinja source, or name -> source."""
 
     def __call__(
-        self, text: str, *, return_offsets_mapping: bool, add_special_tokens: bool
+        self, text: str, *, return_offsets_mapping: bool, add_special_tokens: bool, **kwargs: Any
     ) -> Mapping[str, Any]:
         """Return `input_ids` and, when asked, `offset_mapping`."""
 
