@@ -287,6 +287,20 @@ def test_a_prompt_that_opens_the_thinking():
     assert [s.region for s in tokens.spans] == ["scratchpad", "user"]
 
 
+def test_thinking_that_the_template_drops_from_a_generated_answer():
+    tokenizer = make_tokenizer("thinking")
+    conversation = Conversation(tokenizer)
+    conversation.append([USER])
+    text = "<think>\nhm\n</think>\n\nNo.<|im_end|>"
+    _, (message, tokens) = answer(conversation, tokenizer, text)
+    assert message["reasoning_content"] == "hm"
+    assert tokens.notes == []  # the template writes the newest answer as it was generated
+    after = conversation.append([THANKS])
+    assert after.text == "\n<|im_start|>user\nthanks, now the hotel<|im_end|>\n"
+    assert [(s.message, s.region) for s in after.spans] == [(1, "user"), (2, "user")]
+    assert len(rewrites(after.notes)) == 1
+
+
 def test_ids_that_are_not_those_of_the_text():
     """A model may write a text with other tokens than the tokenizer would use."""
     tokenizer = make_tokenizer("qwen")

@@ -210,6 +210,16 @@ def test_parts_get_their_own_regions(name):
     assert "document" in spans[1][1] and "Use this" in spans[0][1] and "Thanks" in spans[2][1]
 
 
+@pytest.mark.parametrize("name", ["smol", "qwen", "phi"])
+def test_short_parts_are_not_looked_for_in_the_scaffolding(name):
+    tokenizer = make_tokenizer(name)
+    parts = [{"text": "t", "region": "retrieval"}, {"text": "o", "region": "plan"}]
+    result = Conversation(tokenizer).append([AGENT[1], {"role": "tool", "content": parts}])
+    first, second = texts(tokenizer, result)[-2:]
+    assert first[1] == "retrieval" and first[2].endswith("\nt")
+    assert second[1] == "plan" and second[2].startswith("o")
+
+
 def test_developer_is_system_when_the_template_does_not_know_it():
     messages = [{"role": "developer", "content": "Be brief."}, AGENT[1]]
     unknown = make_tokenizer("chatml")
@@ -253,7 +263,7 @@ def test_call_ids_are_renamed_only_where_they_must_be():
     assert any("nine characters" in note for note in result.notes)
     kept = Conversation(tokenizer).append(AGENT[1:4])
     assert "abc123xyz[/RESULTS]" in kept.text
-    assert kept.notes == ["The chat template leaves out the content of message 2."]
+    assert kept.notes == ["The chat template leaves out the content of message 1."]
 
 
 def test_calls_beside_content_where_only_null_content_shows_calls():

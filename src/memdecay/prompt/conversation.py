@@ -143,7 +143,7 @@ class Conversation:
             generation_prompt=len(ids),
         )
 
-    def record_generated(self, ids: Sequence[int], text: str | None = None) -> Recorded:
+    def record_generated(self, ids: Sequence[int]) -> Recorded:
         """Add what the model wrote after the generation prompt.
 
         The next `append` yields only what comes after it: the end of the message as far as the
@@ -151,7 +151,6 @@ class Conversation:
 
         Args:
             ids: the generated ids, with or without an end-of-turn token at the end.
-            text: their text; decoded from `ids` when None.
 
         Returns:
             The assistant message (tool calls in `<tool_call>` tags parsed, `<think>` as
@@ -163,7 +162,7 @@ class Conversation:
         if isinstance(ids, (str, bytes)) or not len(ids):
             raise TraceError(f"ids is {ids!r}, but it must hold at least one generated token id.")
         numbers = [int(i) for i in ids]
-        written = self._encoder.decode(numbers) if text is None else text
+        written = self._encoder.decode(numbers)
         prompt, _ = self._prompt_text()
         count = len(self._messages)
         thinking = prompt.rfind("<think>") > prompt.rfind("</think>")

@@ -103,10 +103,11 @@ class _Locator:
         """Search the pieces of one turn between two offsets."""
         role = turn.payload["role"]
         header = self._traits.header.get(role, "")
-        closing = self._traits.closing.get(role, "")
+        closing = self._traits.closing.get(role) or self._traits.closing.get("user", "")
         at = self._text.find(header, start, end) if header else start
         low = at + len(header) if at >= 0 else start
-        high = end - len(closing) if closing and self._text.endswith(closing, low, end) else end
+        ending = self._text.rfind(closing, low, end) if closing else -1
+        high = ending if ending >= 0 else end
         found: list[_Found] = []
         missing: list[Piece] = []
         cursor = low

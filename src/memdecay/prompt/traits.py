@@ -48,8 +48,8 @@ class Traits:
 def probe(template: Template) -> Traits:
     """Find out what a template renders; a template that raises on everything has no traits."""
     prober = _Prober(template)
-    header, closing = prober.frame()
     calls = prober.tool_calls()
+    header, closing = prober.frame(calls)
     return replace(
         calls,
         tool_role=prober.tool_role(calls),
@@ -90,8 +90,10 @@ class _Prober:
         action = self._say("assistant", "", tool_calls=[call])
         if traits.calls_need_null:
             action["content"] = None
-        result = self._say("tool", _WORD, tool_call_id=call_id, name=_TOOL)
-        return [self._say("user", "q"), action, result]
+        return [self._say("user", "q"), action, self._result(call_id)]
+
+    def _result(self, call_id: str = _CALL_ID) -> dict[str, Any]:
+        return self._say("tool", _WORD, tool_call_id=call_id, name=_TOOL)
 
     def tool_calls(self) -> Traits:
         """Find out how calls have to be written to appear, if they can."""
@@ -131,21 +133,42 @@ class _Prober:
         fields = {"reasoning_content": _WORD, "thinking": _WORD}
         return self._shows(_WORD, [self._say("user", "q"), self._say("assistant", "a", **fields)])
 
-    def frame(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what stands around the content of a message which is neither first nor last."""
+    def frame(self, calls: Traits) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what stands around the content of a message which is neither first nor last.
+
+        Of two tool results in a row, the first one ends as shortly as any, the second one begins
+        so (they may share a turn).
+        """
+        answer = self._say("assistant", "a")
+        start = [self._say("user", "q"), answer]
         words = {"user": "zqwxuser", "assistant": "zqwxassistant"}
-        turns = [self._say("user", "q"), self._say("assistant", "a")]
-        turns += [self._say(role, word) for role, word in words.items()]
-        turns += [self._say("user", "q"), self._say("assistant", "a")]
-        header: dict[str, str] = {}
-        closing: dict[str, str] = {}
+        around = self._around(
+            [*start, *(self._say(role, word) for role, word in words.items()), *start],
+            [words["user"], words["assistant"]],
+        )
+        header = {role: around[word][0] for role, word in words.items() if word in around}
+        closing = {role: around[word][1] for role, word in words.items() if word in around}
+        first, second = "zqwxfirst", "zqwxsecond"
+        exchange = self._exchange(calls) if calls.tool_calls else [*start, self._result()]
+        results = [{**exchange[2], **self._say("tool", word)} for word in (first, second)]
+        around = self._around([*exchange[:2], *results, answer], [first, second])
+        if first in around and second in around:
+            header["tool"], closing["tool"] = around[second][0], around[first][1]
+        return header, closing
+
+    def _around(
+        self, turns: Sequence[Mapping[str, Any]], words: Sequence[str]
+    ) -> dict[str, tuple[str, str]]:
+        """Return the text ahead of each word and behind it, within its message."""
         try:
             rendering = self._template.render(turns)
         except RenderError:
-            return header, closing
-        for place, (role, word) in enumerate(words.items(), start=2):
-            for segment in rendering.segments:
-                text = rendering.text[segment.start : segment.end]
-                if segment.turn == place and text.count(word) == 1:
-                    header[role], closing[role] = text.split(word)
-        return header, closing
+            return {}
+        found = {}
+        for segment in rendering.segments:
+            text = rendering.text[segment.start : segment.end]
+            for word in words:
+                if segment.turn is not None and text.count(word) == 1:
+                    ahead, behind = text.split(word)
+                    found[word] = (ahead, behind)
+        return found
