@@ -6,7 +6,7 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -63,7 +63,8 @@ class Page:
     turns: Sequence[TurnMark]
     views: Sequence[PolicyView]
     notes: Sequence[str] = ()
-    texts: Sequence[str] = field(default_factory=tuple)
+    texts: Sequence[str] = ()
+    clock: str = "steps"
     footer: str = ""
 
 
@@ -102,6 +103,7 @@ def _data(page: Page) -> dict[str, Any]:
         "notes": list(page.notes),
         "footer": page.footer,
         "regions": regions,
+        "clock": page.clock,
         "page_size": page.views[0].timeline.page_size if page.views else 1,
         "seen_tokens": max((view.report["seen_tokens"] for view in page.views), default=0),
         "turns": [vars(turn) for turn in page.turns],

@@ -26,6 +26,8 @@ EXAMPLE = "memdecay demo --budget 25% --html demo.html"
 
 POLICIES = ("full", "streaming", "memdecay")
 _ANSWER_TOKENS = 24
+_CLOCK = "tokens"
+"""A recorded turn is read, not written, so no decode step passes: every token is a step here."""
 
 
 def demo(
@@ -79,6 +81,7 @@ def _play(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict[str
         "model": name,
         "episode": episode.id,
         "budget": asked.text,
+        "clock": _CLOCK,
         "budget_tokens": budget,
         "seen_tokens": len(ids),
         "peak_resident_tokens": {v.policy: v.report["peak_resident_tokens"] for v in views},
@@ -111,15 +114,14 @@ def _episode(
         tokenizer,
         budget=budget if policy.bounded else None,
         policy=policy,
+        clock=_CLOCK,
         retrievers=episode.retrievers,
         record_timeline=True,
     ) as session:
         with count_tokens(model, lambda count: progress.advance(reading, count)):
             for turn in split_turns(episode.messages):
                 start = session.report().seen_tokens
-                # Scoring reads the agent's own words one decode step after the other, as when it
-                # wrote them: that is what the clock of the decay counts.
-                session.append(turn.messages, score=True)
+                session.append(turn.messages)
                 end = session.report().seen_tokens
                 marks.append(TurnMark(turn.index, turn.label, start, end))
         progress.remove_task(reading)
@@ -172,6 +174,7 @@ def _page(
             turns=marks,
             views=views,
             texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
+            clock=result["clock"],
             footer=footer(result, "memdecay demo --budget " + result["budget"]),
         )
     )
@@ -204,6 +207,7 @@ def _facts(result: dict[str, Any], page_size: int) -> list[tuple[str, str]]:
         ("episode", result["episode"]),
         ("budget", f"{result['budget_tokens']:,} of {result['seen_tokens']:,} tokens"),
         ("page", f"{page_size} tokens"),
+        ("clock", result["clock"]),
         ("run time", f"{result['seconds']['total']:.0f} s"),
     ]
 

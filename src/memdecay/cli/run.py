@@ -64,7 +64,9 @@ def run(
     html: Annotated[Path | None, typer.Option("--html", help="Write the page here too.")] = None,
     retriever: _options.Retrievers = None,
     profile: _options.ProfilePath = None,
-    clock: Annotated[str, typer.Option(help="What ages a token: steps or tokens.")] = "steps",
+    clock: Annotated[
+        str, typer.Option(help="What ages a token: every token read, or decode steps only.")
+    ] = "tokens",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Stop before the turn that passes this many tokens.")
     ] = None,
@@ -77,7 +79,8 @@ def run(
 
     Reports what is kept of each region after every turn, and what eviction cost on the
     assistant's tokens against the full cache: the change in negative log-likelihood per token
-    and how often the most likely token stays the same.
+    and how often the most likely token stays the same. Recorded turns are read, not written, so
+    no decode steps pass in a replay: with --clock steps nothing decays.
     """
     from memdecay.prompt import load_trace
 
@@ -123,11 +126,11 @@ def _run(
         progress.remove_task(loading)
         turns, ids = _cut(request, tokenizer, max_tokens, max_turns)
         budget = parse_budget(budget_text).resolve(len(ids))
-        # The reference comes first: every policy is compared with it, and then it is let go.
+        # The reference comes last: a budget that cannot hold the pins is found out before it.
         full = _options.policies(["full"])["full"]
         done = {
             policy.name: _replay(model, tokenizer, request, policy, budget, turns, ids, progress)
-            for policy in {"full": full, **request.policies}.values()
+            for policy in {**request.policies, "full": full}.values()
         }
     notes = _notes(request, model, done, len(ids))
     reference = done["full"].play
@@ -315,6 +318,7 @@ def _page(
             views=views,
             notes=result["notes"],
             texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
+            clock=request.clock,
             footer=footer(dict(result), f"memdecay run {request.trace.id} {options}"),
         )
     )

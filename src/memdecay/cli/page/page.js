@@ -295,7 +295,7 @@
         if (state.playing) { c.fillStyle = css("--panel"); c.fillRect(x, 20, p.w - x, TOP + p.h); }
         c.fillStyle = css("--ink"); c.fillRect(x - .5, 20, 1, TOP + p.h);
       }
-      p.now.textContent = e ? `${state.cursor === null ? "at the end: " : ""}${n(e[1])} of ${n(e[0])} tokens kept · step ${n(e[4])}` : "";
+      p.now.textContent = e ? `${state.cursor === null ? "at the end: " : ""}${n(e[1])} of ${n(e[0])} tokens kept${D.clock === "steps" ? ` · step ${n(e[4])}` : ""}` : "";
     }
   }
   function show(panel, row, v, cx, cy) {
