@@ -151,19 +151,27 @@ def test_a_template_that_trims_only_what_is_past():
     assert len(rewrites(result.notes)) == 1
 
 
-def test_tool_results_one_by_one_open_turns_of_their_own():
-    tokenizer = make_tokenizer("qwen")
-    conversation = Conversation(tokenizer)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen", "<|im_start|>user\n<tool_response>\nFlight 13\n</tool_response><|im_end|>\n"),
+        (
+            "gemma",
+            "<start_of_turn>user\n<tool_response>\nFlight 13\n</tool_response><end_of_turn>\n",
+        ),
+    ],
+)
+def test_tool_results_one_by_one_open_turns_of_their_own(name, text):
+    conversation = Conversation(make_tokenizer(name))
     conversation.append([USER, ACTION, RESULT])
     result = conversation.append([{"role": "tool", "content": "Flight 13"}])
-    assert result.text == (
-        "<|im_start|>user\n<tool_response>\nFlight 13\n</tool_response><|im_end|>\n"
-    )
-    assert set(result.regions) == {"tool_out"}
+    assert result.text == text
+    assert [(s.message, s.region) for s in result.spans] == [(3, "tool_out")]
     assert len(rewrites(result.notes)) == 1
-    assert conversation.append([ANSWER]).text == (
-        "<|im_start|>assistant\nTake flight 12.<|im_end|>\n"
-    )
+    answer = conversation.append([ANSWER])
+    assert "Take flight 12." in answer.text
+    assert "Flight" not in answer.text
+    assert answer.notes == []
 
 
 def test_an_ending_is_left_out_and_said():
@@ -414,6 +422,7 @@ def test_damaged_states():
         ("x", "state is a str"),
         ({**state, "messages": 3}, "has messages 3"),
         ({**state, "version": 99}, "version 99"),
+        ({**state, "messages": [{"role": "x"}]}, "is damaged: Message 0 has role"),
         ({k: v for k, v in state.items() if k != "tail"}, "has tail None"),
     ]:
         with pytest.raises(SessionError, match=says):

@@ -28,9 +28,20 @@ class Turn:
 
 
 def prepare(
-    messages: Sequence[Message], labelled: Sequence[Sequence[Piece]], traits: Traits
+    messages: Sequence[Message],
+    labelled: Sequence[Sequence[Piece]],
+    traits: Traits,
+    *,
+    apart: int = 0,
 ) -> list[Turn]:
-    """Return the turns for a template; nothing that a message says gets lost on the way."""
+    """Return the turns for a template; nothing that a message says gets lost on the way.
+
+    Args:
+        messages: checked messages.
+        labelled: the pieces of each.
+        traits: what the template does.
+        apart: index of a message that must not share a turn with the one before it.
+    """
     turns: list[Turn] = []
     if traits.short_ids:
         messages = _with_short_ids(messages)
@@ -39,11 +50,30 @@ def prepare(
         turn = _tool_as_user(message, pieces) if _needs_user(role, traits) else None
         if turn is None:
             turns.append(_turn(message, list(pieces), traits))
-        elif turns and turns[-1].fallback:
+        elif turns and turns[-1].fallback and turn.pieces[0].message != apart:
             turns[-1] = _merge(turns[-1], turn)
         else:
             turns.append(turn)
     return [_as_parts(turn) for turn in turns] if traits.content_as_parts else turns
+
+
+def with_schemas(turns: Sequence[Turn], tools: Sequence[Any], traits: Traits) -> list[Turn]:
+    """Put tool schemas into the system message, or into a new one ahead of all."""
+    text = _schemas_text(tools)
+    first = turns[0]
+    schemas = Piece(first.pieces[0].message, "content", text, "system", "template")
+    if first.payload["role"] == "system":
+        schemas = replace(schemas, text=f"\n\n{text}")
+        pieces = [*first.pieces, schemas]
+        rest = turns[1:]
+    else:
+        first = Turn({"role": "system"}, [])
+        pieces = [schemas]
+        rest = turns
+    content: Any = "".join(piece.text or "" for piece in pieces)
+    if traits.content_as_parts:
+        content = [{"type": "text", "text": content}]
+    return [Turn({**first.payload, "content": content}, pieces), *rest]
 
 
 def is_short_id(call_id: str) -> bool:
@@ -59,7 +89,7 @@ def writes_calls_out(message: Message, traits: Traits) -> bool:
     return hidden or not traits.tool_calls
 
 
-def schemas_text(tools: Sequence[Any]) -> str:
+def _schemas_text(tools: Sequence[Any]) -> str:
     """Return tool schemas as a system text, for templates that ignore them."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return f"# Tools\n\n<tools>\n{lines}\n</tools>"
