@@ -51,7 +51,17 @@ class AttachedCache(Cache):
     attachment: Attachment
 
     @abc.abstractmethod
-    def begin(self, rows: int, count: int, attention_mask: Tensor | None) -> AttachedForward:
+    def only_new(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a forward without the tokens that were seen."""
+
+    @abc.abstractmethod
+    def begin(
+        self,
+        rows: int,
+        count: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> AttachedForward:
         """Prepare a forward; if this raises, the forward does not run."""
 
     @abc.abstractmethod
@@ -112,9 +122,7 @@ class Guard:
         decoder = self._decoder()
         own = _own_forward(decoder, self._replaced)
         cache = _cache_in(kwargs)
-        inputs = args[0] if args else kwargs.get("input_ids")
-        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
-        if cache is None or inputs is None:
+        if cache is None:
             return own(*args, **kwargs)
         if not cache.attachment.belongs_to(decoder):
             raise ModelError(
@@ -122,7 +130,17 @@ class Guard:
                 f"MemDecayCache for the model that runs."
             )
         switch, before = cache.attachment.switch, _running_forward()
-        forward = cache.begin(inputs.shape[0], inputs.shape[1], kwargs.get("attention_mask"))
+        if len(args) == 1:  # GPT-2 and GPT-NeoX
+            args, kwargs = (), {**kwargs, "input_ids": args[0]}
+        kwargs = cache.only_new(kwargs)
+        inputs = args[0] if args else kwargs.get("input_ids")
+        inputs = kwargs["inputs_embeds"] if inputs is None else inputs
+        forward = cache.begin(
+            inputs.shape[0],
+            inputs.shape[1],
+            kwargs.get("attention_mask"),
+            kwargs.get("position_ids"),
+        )
         try:
             switch.turn()
             try:

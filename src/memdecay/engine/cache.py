@@ -32,7 +32,7 @@ def _lasting(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
@@ -69,7 +69,7 @@ class PoolLayer(CacheLayerMixin):
         self._cache = weakref.ref(cache)
         self._layer = layer
         self.is_sliding = window is not None
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @property
     def cache(self) -> MemDecayCache:
@@ -468,20 +468,45 @@ class MemDecayCache(AttachedCache):
 
     # A forward
 
+    def only_new(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a forward without the tokens that were seen.
+
+        Assisted decoding in transformers gives the whole sequence to its first forward, whatever
+        the cache holds of it already.
+        """
+        positions = inputs.get("position_ids")
+        if not (self._prompt_is_next and self.seen) or positions is None:
+            return inputs
+        count = positions.shape[-1]
+        if count <= self.seen or int(positions.max()) != count - 1:
+            return inputs
+        names = ("input_ids", "inputs_embeds", "position_ids")
+        new = {name: inputs[name][:, self.seen :] for name in names if inputs.get(name) is not None}
+        return {**inputs, **new}
+
     @_lasting
-    def begin(self, rows: int, count: int, attention_mask: Tensor | None) -> Forward:
+    def begin(
+        self,
+        rows: int,
+        count: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Forward:
         """Make room for a forward and enter its tokens; called before the model's first layer.
 
         Args:
             rows: sequences of the batch.
             count: tokens of the forward, padding included.
             attention_mask: `(rows, seen + count)`, 0 for padding, or None.
+            position_ids: `(rows, count)` or `(1, count)`, only to check that they continue the
+                sequences; None if the model makes them.
 
         Returns:
             The plan of the forward.
 
         Raises:
             BudgetError: the tokens do not fit, whatever is evicted; nothing has changed.
+            MemDecayError: the mask or the positions do not continue what was seen.
             ModelError: they would get positions that the model does not have.
             PolicyError: the policy's score is not usable; nothing was evicted.
         """
@@ -498,7 +523,7 @@ class MemDecayCache(AttachedCache):
             self._make_tables(rows)
         decoding = count == 1 and self.seen > 0 and not self.prefilling
         try:
-            self._check_positions(new)
+            self._check_positions(count, new, position_ids)
             for number, table in enumerate(self.tables):
                 if table.window is not None:
                     self._slide(number, table, max(new))
@@ -632,14 +657,22 @@ class MemDecayCache(AttachedCache):
         capacity = self.table_of(layer).capacity
         self.pools.append(KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device))
 
-    def _check_positions(self, new: list[int]) -> None:
+    def _check_positions(self, count: int, new: list[int], position_ids: Tensor | None) -> None:
         if len(self._labels) > self.rows and any(self._labels[self.rows :]):
             raise MemDecayError(
                 f"row {len(self._labels) - 1} has labels, but the forward has {self.rows} "
                 f"sequences."
             )
+        # A single token is not looked at, as that would make a GPU wait in every decode step.
+        ends = position_ids.amax(-1).tolist() if position_ids is not None and count > 1 else []
         limit = self.layout.hard_limit
-        for ledger, extra in zip(self.ledgers, new, strict=True):
+        for row, (ledger, extra) in enumerate(zip(self.ledgers, new, strict=True)):
+            end = ledger.seen + extra - 1
+            if ends and extra and ends[row % len(ends)] not in (end, self.seen + count - 1):
+                raise MemDecayError(
+                    f"position_ids end at {ends[row % len(ends)]}, but the sequence ends at {end} "
+                    f"after this forward; pass only new tokens, with their true positions."
+                )
             if limit is not None and ledger.seen + extra > limit:
                 raise ModelError(
                     f"The sequence would have {ledger.seen + extra} tokens, but this model has "
