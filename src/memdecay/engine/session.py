@@ -488,14 +488,16 @@ class Session:
         cancel: threading.Event,
     ) -> Generated:
         before = self.conversation.state_dict()
-        start = self.cache.seen
+        start, last = self.cache.seen, None
         try:
             prompt = self.conversation.generation_prompt()
             self._check_pins(prompt.regions, [False] * len(prompt.ids))
             span = self._next_span
-            self.cache.label(prompt.regions, spans=[span] * len(prompt.ids))
-            self._run(prompt.ids[:-1], {}, start)
-            ids = [*self._ids, prompt.ids[-1]]
+            if prompt.ids:
+                self.cache.label(prompt.regions, spans=[span] * len(prompt.ids))
+                self._run(prompt.ids[:-1], {}, start)
+            last = prompt.ids[-1] if prompt.ids else self._take_back()
+            ids = [*self._ids, last]
             extra = {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
             ends = sorted(self._end_ids())
             inputs = torch.tensor([ids], device=self.model.device)
@@ -521,6 +523,8 @@ class Session:
             recorded = self.conversation.record_generated(written)
         except BaseException:
             self._rewind(start)
+            if self.cache.seen < start and last is not None:
+                self._run([last], {}, start - 1)
             self._restore(before)
             raise
         regions = [*[recorded.rendered.regions[0]] * len(prompt.ids), *recorded.rendered.regions]
@@ -534,6 +538,19 @@ class Session:
         ended = written[-1] in ends or len(written) < max_new_tokens
         reason = "cancelled" if cancel.is_set() else "stop" if ended else "length"
         return Generated(text, written, recorded.message, reason)
+
+    def _take_back(self) -> int:
+        """Forget the last token and return it, to be run again: its logits start the answer.
+
+        Only for templates that write nothing between a message and its answer.
+        """
+        ledger = self.cache.ledgers[0]
+        newest = int(ledger["position"].argmax())
+        region, span = int(ledger["region"][newest]), int(ledger["span"][newest])
+        pinned = bool(ledger["pinned"][newest])
+        self.cache.crop(-1)
+        self.cache.label([self.cache.profile.name(region)], spans=[span], pinned=pinned)
+        return self._ids.pop()
 
     def _finish(self, ids: Sequence[int]) -> None:
         """Run the last tokens that the model wrote but has not read."""
@@ -551,7 +568,7 @@ class Session:
     def _stream(
         self, max_new_tokens: int, stop: str | Sequence[str] | None, options: Mapping[str, Any]
     ) -> Iterator[str]:
-        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         cancel = threading.Event()
         failures: queue.Queue[BaseException] = queue.Queue()
 
@@ -642,7 +659,7 @@ class Session:
         """Forget the tokens seen from `start` on; what was evicted for them stays evicted."""
         steps = self.cache.steps
         self.cache.forget_labels()
-        self.cache.crop(start - self.cache.seen)
+        self.cache.crop(min(0, start - self.cache.seen))
         self.cache.steps = steps
         del self._ids[start:]
         self._last_logits = None
