@@ -114,32 +114,55 @@ def hiding_mask(length: int, events: Sequence[Event], window: int | None) -> Ten
     return visible[None, None]
 
 
-@torch.no_grad()
-def oracle(model: PreTrainedModel, ids: Tensor, events: Sequence[Event]) -> Tensor:
-    """Logits of one sequence, `(length, vocab)`, by one forward with an explicit 4D mask."""
-    length = ids.shape[1]
+def hiding_masks(
+    model: PreTrainedModel, length: int, events: Sequence[Event]
+) -> Tensor | dict[str, Tensor]:
+    """What a model takes as attention_mask to see what a cache with these evictions shows it."""
     config = model.config
-    types = getattr(config, "layer_types", None) or []
-    if config.model_type == "mistral":
-        types = []
     window = getattr(config, "sliding_window", None)
-    mask: Tensor | dict[str, Tensor]
-    if "sliding_attention" in types:
-        mask = {
+    if config.model_type == "mistral":
+        return hiding_mask(length, events, window)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        return {
             "full_attention": hiding_mask(length, events, None),
             "sliding_attention": hiding_mask(length, events, window),
         }
-    elif config.model_type == "mistral":
-        mask = hiding_mask(length, events, window)
-    else:
-        mask = hiding_mask(length, events, None)
-    if config.model_type == "gemma2":  # eager adds its mask
-        lowest = torch.finfo(torch.float32).min
-        assert isinstance(mask, dict)
-        mask = {kind: torch.where(seen, 0.0, lowest) for kind, seen in mask.items()}
+    return hiding_mask(length, events, None)
+
+
+def additive(mask: Tensor) -> Tensor:
+    """The same mask for eager attention, which adds it."""
+    return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+
+
+@torch.no_grad()
+def oracle(
+    model: PreTrainedModel, ids: Tensor, events: Sequence[Event], *, attention: bool = False
+) -> Tensor:
+    """What one forward with an explicit 4D mask says of one sequence.
+
+    Returns:
+        Logits, `(length, vocab)`; with `attention` who looks at whom, `(length, length)`, averaged
+        over heads and layers.
+    """
+    length = ids.shape[1]
+    mask = hiding_masks(model, length, events)
+    own = model.config._attn_implementation
+    if attention:
+        model.set_attn_implementation("eager")
+    if model.config._attn_implementation == "eager":
+        many = isinstance(mask, dict)
+        mask = {k: additive(m) for k, m in mask.items()} if many else additive(mask)
     positions = torch.arange(length)[None]
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    return out.logits[0]
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=False,
+        output_attentions=attention,
+    )
+    model.set_attn_implementation(own)
+    return torch.stack(out.attentions).mean((0, 1, 2)) if attention else out.logits[0]
 
 
 def choose(rng: random.Random, seen: int, gone: set[int], share: float) -> list[int]:
