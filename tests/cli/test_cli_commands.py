@@ -151,6 +151,20 @@ class TestRun:
         _, out, _ = command("run", "trace.json", "--json")
         assert json.loads(out)["notes"] == []
 
+    def test_a_note_is_said_once(
+        self, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        append = memdecay.engine.Session.append
+
+        def noting(self: object, *args: object, **options: object) -> object:
+            result = append(self, *args, **options)  # type: ignore[arg-type]
+            result.notes = ["odd template"]
+            return result
+
+        monkeypatch.setattr(memdecay.engine.Session, "append", noting)
+        _, out, _ = command("run", "trace.json", "--compare", "streaming", "--json")
+        assert json.loads(out)["notes"] == ["odd template"]
+
     def test_a_trace_may_be_full_of_markup(self, command: Command, here: Path) -> None:
         trace = {"id": "[red]</script>[/nonsense]", "messages": [
             {"role": "user", "content": "[bold] </script><script>alert(1)</script>"},
@@ -332,3 +346,30 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 def test_the_version_is_the_package_version(command: Command) -> None:
     code, out, _ = command("--version")
     assert code == 0 and out == f"memdecay {_terminal.versions()['memdecay']}\n"
+
+
+def test_a_terminal_without_unicode_gets_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memdecay.cli.main", "run", "τ.json", "--policy", "σ"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("memdecay: policy is '?'")
+
+
+def test_an_interrupted_process_exits_with_130(tmp_path: Path) -> None:
+    program = (
+        "import signal, threading, time, memdecay.engine\n"
+        "def load_model(name):\n"
+        "    signal.raise_signal(signal.SIGINT); time.sleep(60)\n"
+        "memdecay.engine.load_model = load_model\n"
+        "import sys; sys.argv = ['memdecay', 'demo', '--json']\n"
+        "from memdecay.cli.main import main; main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "memdecay: interrupted\n" and os.listdir(tmp_path) == []

@@ -19,7 +19,6 @@ from rich.progress import (
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -63,9 +62,8 @@ def progress() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(bar_width=28),
         TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]left[/]"),
         TimeRemainingColumn(),
+        TextColumn("[dim]left[/]"),
         console=console,
         transient=True,
         disable=not console.is_terminal,

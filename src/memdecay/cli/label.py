@@ -17,7 +17,7 @@ EXAMPLE = "memdecay label trace.json --model smollm2 --retriever search_manual"
 
 
 def label(
-    trace: Annotated[Path, typer.Argument(help="Messages JSON or JSONL, .traj, or τ-bench.")],
+    trace: Annotated[Path, typer.Argument(help="Messages JSON or JSONL, .traj, or tau-bench.")],
     model: _options.Model = "smollm2",
     retriever: _options.Retrievers = None,
     profile: _options.ProfilePath = None,

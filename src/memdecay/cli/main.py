@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,7 +24,11 @@ app = typer.Typer(
 )
 for command in (demo, run, label, policies, doctor):
     name = command.__name__.rpartition(".")[2]
-    app.command(name, epilog=f"Example: {command.EXAMPLE}")(getattr(command, name))
+    function = getattr(command, name)
+    # The lines of a docstring are as long as the source likes; help is as wide as the terminal.
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    words = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(name, help=words, epilog=f"Example: {command.EXAMPLE}")(function)
 
 # Newer typers carry their own copy of click; the base of their usage errors is found, not imported.
 _UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -71,6 +77,10 @@ def run_app(args: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Be the console script."""
+    # A terminal that cannot show a character gets another one, not a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run_app())
 
 

@@ -54,7 +54,7 @@ class _Done:
 
 
 def run(
-    trace: Annotated[Path, typer.Argument(help="Messages JSON or JSONL, .traj, or τ-bench.")],
+    trace: Annotated[Path, typer.Argument(help="Messages JSON or JSONL, .traj, or tau-bench.")],
     model: _options.Model = "smollm2",
     budget: _options.BudgetText = "25%",
     policy: Annotated[str, typer.Option("--policy", "-p", help="What decides.")] = "memdecay",
@@ -260,11 +260,10 @@ def _notes(request: _Request, model: Any, done: Mapping[str, _Done], seen: int) 
         )
     if not any(len(turn.nll) for turn in done["full"].play.turns):
         notes.append("The trace has no assistant tokens to score, so the cost is not known.")
+    notes += request.trace.notes
     for one in done.values():
-        notes += [
-            note for note in (*one.play.notes, *one.report.get("notes", ())) if note not in notes
-        ]
-    return notes
+        notes += one.play.notes
+    return list(dict.fromkeys(notes))
 
 
 def _page(

@@ -231,14 +231,16 @@
       if (page.evicted !== null && page.evicted >= 0) { c.fillStyle = ink; c.fillRect(x1 - .75, y - (h >= 5 ? .5 : 0), h >= 4 ? 2 : 1, Math.max(1, h - gap + (h >= 5 ? 1 : 0))); }
     }
     // Dots come last, or the next row would cover half of each.
-    if (h >= 3.5) for (const page of run.pages) {
+    for (const page of run.pages) {
       if (page.pinned) continue;
       let last = -1e9;
       c.fillStyle = ink; c.strokeStyle = panel; c.lineWidth = .8;
       for (const e of page.refreshed) {
         const x = X(p, xOf(run, e));
         if (x - last < 7) continue;
-        last = x; c.beginPath(); c.arc(x, page.page * h + (h - gap) / 2, Math.min(2.3, h / 3), 0, 7); c.fill(); c.stroke();
+        last = x;
+        if (h < 3.5) { c.globalAlpha = .55; c.fillRect(x - .6, page.page * h, 1.2, Math.max(1, h - gap)); c.globalAlpha = 1; continue; }
+        c.beginPath(); c.arc(x, page.page * h + (h - gap) / 2, Math.min(2.3, h / 3), 0, 7); c.fill(); c.stroke();
       }
     }
     for (const [first, count] of pinnedRuns(run)) if (h * count >= 12) lock(c, 9, (first + count / 2) * h - 6, ink);
