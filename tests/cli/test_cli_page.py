@@ -3,6 +3,9 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +180,28 @@ def test_two_thousand_pages_stay_a_small_file() -> None:
     )
     document = page(PolicyView("memdecay", "", True, True, view().report, timeline))
     assert len(document) < 1_500_000
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to draw the page")
+def test_a_browser_draws_the_page_and_runs_nothing_of_a_stranger(tmp_path: Path) -> None:
+    place = tmp_path / "page.html"
+    place.write_text(page(view("full", None), view("streaming"), view()), encoding="utf-8")
+    done = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         f"--user-data-dir={tmp_path / 'profile'}", place.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    reader = Reader()
+    reader.feed(done.stdout)
+    tags = [tag for tag, _ in reader.tags]
+    assert "img" not in tags and tags.count("script") == 2
+    classes = [attrs.get("class") for _, attrs in reader.tags]
+    assert classes.count("card") + classes.count("card main") == 3
+    # Two panels at first, three canvases each; drawn canvases have a size.
+    canvases = [attrs for tag, attrs in reader.tags if tag == "canvas"]
+    assert len(canvases) == 6 and all(int(c["height"] or 0) > 50 for c in canvases)
+    assert classes.count("mark ok") + classes.count("mark no") == 3
+    assert classes.count("track") == 6

@@ -183,7 +183,7 @@
       c.fillStyle = ink; c.globalAlpha = .1; c.fill(); c.globalAlpha = .65; c.lineWidth = 1.2; c.strokeStyle = ink; c.stroke(); c.globalAlpha = 1;
     }
     c.fillStyle = soft; c.textAlign = "right";
-    c.fillText("kept", GUT - 6, base - 2);
+    if (!run.budget_tokens || base - Y(run.budget_tokens) > 24) c.fillText("kept", GUT - 6, base - 2);
     if (run.budget_tokens) {
       const y = Math.round(Y(run.budget_tokens)) + .5;
       c.strokeStyle = css("--bad"); c.setLineDash([5, 4]); c.beginPath(); c.moveTo(GUT, y); c.lineTo(p.w - PAD, y); c.stroke(); c.setLineDash([]);
