@@ -47,7 +47,9 @@ def test_label_without_the_retriever_is_another_label(command: Command, episode:
     _, out, _ = command("label", str(episode), "--json")
     assert json.loads(out)["tokens"]["retrieval"] == 0
     code, out, _ = command("label", str(episode))
-    assert code == 0 and "tool_out" in out and "Tokens by region" in out
+    assert code == 0 and "Tokens by region" in out
+    first = next(line for line in out.splitlines() if "You are Kestrel" in line)
+    assert first.split()[:4] == ["0", "system", "system", "74"]
 
 
 def test_run_holds_the_budget_and_measures_the_cost(command: Command, episode: Path) -> None:

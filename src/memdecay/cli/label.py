@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,9 @@ from rich.text import Text
 from memdecay.cli import _look, _options, _terminal
 
 EXAMPLE = "memdecay label trace.json --model smollm2 --retriever search_manual"
+
+_HEADER = re.compile(r"^(?:<\|[^>]*\|>\s*)+(?:system|user|assistant|tool)?\s+")
+"""How many templates open a message; the role has a column of its own."""
 
 
 def label(
@@ -53,12 +57,14 @@ def _show(result: Mapping[str, Any]) -> None:
         f"{result['total']:,} tokens\n"
     )
     table = Table(box=None, pad_edge=False)
-    table.add_column("message", justify="right")
-    table.add_column("role")
+    table.add_column("message", justify="right", no_wrap=True)
+    table.add_column("role", no_wrap=True)
     table.add_column("region", no_wrap=True)
-    table.add_column("tokens", justify="right")
+    table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("why", no_wrap=True)
-    table.add_column("text", ratio=1, no_wrap=True, overflow="ellipsis")
+    # The text takes what the other columns leave; it is the only one that may be cut.
+    width = max(12, console.width - 58)
+    table.add_column("text", width=width, no_wrap=True, overflow="ellipsis")
     for span in result["spans"]:
         doubt = Text(" ?", style="bold yellow") if span["ambiguous"] else Text("")
         table.add_row(
@@ -67,7 +73,7 @@ def _show(result: Mapping[str, Any]) -> None:
             Text(span["region"], style=_look.colour(span["region"])),
             f"{span['tokens']:,}",
             Text(span["source"]).append_text(doubt),
-            Text(span["preview"], style="dim"),
+            Text(_HEADER.sub("", span["preview"]), style="dim"),
         )
     console.print(table)
     console.print()
