@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 
@@ -86,7 +87,7 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(1)
     attention = "eager" if name == "gemma2" else "sdpa"  # sdpa has no softcap
     model = AutoModelForCausalLM.from_config(
-        CONFIGS[name], dtype=dtype, attn_implementation=attention
+        copy.deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=attention
     )
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -112,6 +112,24 @@ def test_threads_on_one_model_equal_each_alone(name: str, implementation: str) -
     assert untouched(model, implementation)
 
 
+def test_models_that_share_a_config_do_not_share_anything_else() -> None:
+    """`from_config` does not copy the config, and the config says which attention runs."""
+    one = make("llama")
+    two = type(one)(one.config).eval()
+    assert one.config is two.config
+    ids = tokens(100)
+    jobs = [lambda m=m: list(run(m, new_cache(m), ids)) for m in (one, two)]
+    jobs.append(lambda: [two.generate(tokens(20), max_new_tokens=30, do_sample=False)])
+    alone = [job() for job in jobs]
+    assert not torch.equal(alone[0][0], alone[1][0])
+    for result, expected in zip(in_threads(jobs), alone, strict=True):
+        assert not isinstance(result, BaseException), result
+        assert all(torch.equal(a, e) for a, e in zip(result, expected, strict=True))
+    gc.collect()
+    assert untouched(one)
+    assert untouched(two)
+
+
 class Bomb:
     """A hook on a layer that raises at one forward."""
 
