@@ -82,6 +82,15 @@ def build_page(page: Page) -> str:
     return document.encode("utf-8", "replace").decode("utf-8")
 
 
+def footer(result: dict[str, Any], command: str) -> str:
+    """Return the line that says how to make the page again, and with what it was made."""
+    made = [f"{name} {version}" for name, version in result["versions"].items() if version]
+    made.append(f"seed {result['seed']}")
+    if result["commit"]:
+        made.append(f"commit {result['commit'][:12]}")
+    return f"{command} · " + " · ".join(made)
+
+
 def script_json(value: object) -> str:
     """Return JSON that is safe inside a script element, whatever strings it contains."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

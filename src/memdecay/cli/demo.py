@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
 from memdecay.cli import _look, _options, _terminal
-from memdecay.cli._budget import Budget, parse_budget
-from memdecay.cli._episode import Answer, Episode, load_episode
-from memdecay.cli._page import Page, PolicyView, TurnMark, build_page
-from memdecay.cli._replay import count_tokens, split_turns
-from memdecay.cli._timeline import Timeline
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from memdecay.policy.base import Policy
+from memdecay.cli._budget import parse_budget
+from memdecay.cli._demo_play import POLICIES, play_demo
 
 EXAMPLE = "memdecay demo --budget 25% --html demo.html"
-
-POLICIES = ("full", "streaming", "memdecay")
-_ANSWER_TOKENS = 24
-_CLOCK = "tokens"
-"""A recorded turn is read, not written, so no decode step passes: every token is a step here."""
 
 
 def demo(
@@ -46,179 +32,13 @@ def demo(
     _terminal.check_output(html, "--html")
     chosen = _options.policies(POLICIES)
     with _terminal.results(as_json):
-        result, page = _play(asked, model, chosen)
+        result, page = play_demo(asked, model, chosen)
         _terminal.write_file(html, page)
     result["html"] = str(html)
     if as_json:
         _terminal.print_json(result)
     else:
         _show(result)
-
-
-def _play(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict[str, Any], str]:
-    import torch
-
-    from memdecay.engine import load_model
-
-    torch.manual_seed(_terminal.SEED)
-    episode = load_episode()
-    started = time.perf_counter()
-    with _terminal.progress() as progress:
-        loading = progress.add_task(f"loading {name}", total=None)
-        model, tokenizer = load_model(name)
-        progress.remove_task(loading)
-        ids = _read(tokenizer, episode)
-        budget = asked.resolve(len(ids))
-        views: list[PolicyView] = []
-        marks: list[TurnMark] = []
-        seconds: dict[str, float] = {}
-        for policy in chosen.values():
-            began = time.perf_counter()
-            view, marks = _episode(model, tokenizer, policy, budget, episode, len(ids), progress)
-            views.append(view)
-            seconds[policy.name] = round(time.perf_counter() - began, 2)
-    result = {
-        "model": name,
-        "episode": episode.id,
-        "budget": asked.text,
-        "clock": _CLOCK,
-        "budget_tokens": budget,
-        "seen_tokens": len(ids),
-        "peak_resident_tokens": {v.policy: v.report["peak_resident_tokens"] for v in views},
-        "peak_kv_bytes": {v.policy: v.report["peak_kv_bytes"] for v in views},
-        "kept_by_region": {v.policy: dict(v.report["kept_by_region"]) for v in views},
-        "seen_by_region": {v.policy: dict(v.report["seen_by_region"]) for v in views},
-        "answers": [answer.to_dict() for view in views for answer in view.answers],
-        "seconds": {**seconds, "total": round(time.perf_counter() - started, 2)},
-        **_terminal.provenance(),
-    }
-    return result, _page(result, views, marks, ids, tokenizer)
-
-
-def _episode(
-    model: Any,
-    tokenizer: Any,
-    policy: Policy,
-    budget: int,
-    episode: Episode,
-    total: int,
-    progress: Progress,
-) -> tuple[PolicyView, list[TurnMark]]:
-    """Play the episode under one policy and ask every probe on a copy."""
-    from memdecay.engine import Session
-
-    reading = progress.add_task(f"{policy.name}: reading the episode", total=total)
-    marks: list[TurnMark] = []
-    with Session(
-        model,
-        tokenizer,
-        budget=budget if policy.bounded else None,
-        policy=policy,
-        clock=_CLOCK,
-        retrievers=episode.retrievers,
-        record_timeline=True,
-    ) as session:
-        with count_tokens(model, lambda count: progress.advance(reading, count)):
-            for turn in split_turns(episode.messages):
-                start = session.report().seen_tokens
-                session.append(turn.messages)
-                end = session.report().seen_tokens
-                marks.append(TurnMark(turn.index, turn.label, start, end))
-        progress.remove_task(reading)
-        asking = progress.add_task(f"{policy.name}: asking", total=len(episode.probes))
-        answers = []
-        for probe in episode.probes:
-            text = session.ask(probe.question, max_new_tokens=_ANSWER_TOKENS).strip()
-            answers.append(Answer(policy.name, probe, text))
-            progress.advance(asking)
-        progress.remove_task(asking)
-        view = PolicyView(
-            policy=policy.name,
-            summary=policy.summary,
-            bounded=policy.bounded,
-            main=policy.name == "memdecay",
-            report=session.report().to_dict(),
-            timeline=Timeline.parse(session.timeline()),
-            answers=answers,
-        )
-    return view, marks
-
-
-def _read(tokenizer: Any, episode: Episode) -> list[int]:
-    """Return the ids of the whole episode, which say how long it is and what each page holds."""
-    from memdecay.prompt import Conversation
-
-    conversation = Conversation(tokenizer, retrievers=episode.retrievers)
-    ids: list[int] = []
-    for turn in split_turns(episode.messages):
-        ids += conversation.append(turn.messages).ids
-    return ids
-
-
-def _page(
-    result: dict[str, Any],
-    views: list[PolicyView],
-    marks: list[TurnMark],
-    ids: list[int],
-    tokenizer: Any,
-) -> str:
-    seen, budget = result["seen_tokens"], result["budget_tokens"]
-    share = f"{100 * budget / seen:.0f}%"
-    size = views[0].timeline.page_size
-    return build_page(
-        Page(
-            title="memdecay demo",
-            headline=f"One agent episode, {share} of the cache",
-            standfirst=_standfirst(result),
-            facts=_facts(result, size),
-            turns=marks,
-            views=views,
-            texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
-            clock=result["clock"],
-            footer=footer(result, "memdecay demo --budget " + result["budget"]),
-        )
-    )
-
-
-def _standfirst(result: dict[str, Any]) -> str:
-    """Say what happened, good or bad."""
-    right = {
-        policy: sum(a["correct"] for a in result["answers"] if a["policy"] == policy)
-        for policy in POLICIES
-    }
-    system = {a["policy"]: a["correct"] for a in result["answers"] if a["region"] == "system"}
-    count = len(result["answers"]) // len(POLICIES)
-    knows = " and ".join(policy for policy in POLICIES if system[policy]) or "No policy"
-    forgot = " and ".join(policy for policy in POLICIES if not system[policy])
-    return (
-        f"{result['model']} reads the same conversation three times: with its full KV cache, and "
-        f"twice with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} tokens. "
-        f"streaming keeps the latest tokens; memdecay pins the instructions and forgets the rest "
-        f"region by region. Asked afterwards about {count} facts, the full cache answers "
-        f"{right['full']}, streaming {right['streaming']} and memdecay {right['memdecay']}. "
-        f"{knows} still {'know' if ' and ' in knows else 'knows'} the fact in the system text"
-        + (f"; {forgot} forgot it." if forgot else ".")
-    )
-
-
-def _facts(result: dict[str, Any], page_size: int) -> list[tuple[str, str]]:
-    return [
-        ("model", result["model"]),
-        ("episode", result["episode"]),
-        ("budget", f"{result['budget_tokens']:,} of {result['seen_tokens']:,} tokens"),
-        ("page", f"{page_size} tokens"),
-        ("clock", result["clock"]),
-        ("run time", f"{result['seconds']['total']:.0f} s"),
-    ]
-
-
-def footer(result: dict[str, Any], command: str) -> str:
-    """Return the line that says how to make the page again, and with what it was made."""
-    made = [f"{name} {version}" for name, version in result["versions"].items() if version]
-    made.append(f"seed {result['seed']}")
-    if result["commit"]:
-        made.append(f"commit {result['commit'][:12]}")
-    return f"{command} · " + " · ".join(made)
 
 
 def _show(result: dict[str, Any]) -> None:
