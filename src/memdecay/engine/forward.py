@@ -180,33 +180,22 @@ class Forward(AttachedForward):
         probability = probability.view(batch * kv_heads, group, width)
         rows = packed.reshape(batch * kv_heads, group, head_dim)
         keys, values = key.flatten(0, 1), value.flatten(0, 1)
-        by_head = query.dtype != torch.float32 and query.device.type == "cpu"
-        if by_head:
-            # CPU bf16: bmm with few rows is several times slower than one mm a head.
-            logits = rows.new_empty(batch * kv_heads, group, width)
-            rows = rows * scale
-            for head in range(batch * kv_heads):
-                torch.mm(rows[head], keys[head].t(), out=logits[head])
-        else:
+        if query.dtype == torch.float32 or query.device.type != "cpu":
             zero = self.cache.zero(query)
-            logits = torch.baddbmm(zero, rows, keys.transpose(1, 2), beta=0, alpha=scale)
+            logits = torch.baddbmm(zero, rows, keys.transpose(1, 2), beta=0, alpha=scale).float()
+        else:
+            # On CPU a bf16 bmm copies the strided keys; one mm a head does not.
+            by_head = [row @ head.t() for row, head in zip(rows, keys, strict=True)]
+            logits = torch.stack(by_head).float().mul_(scale)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if mask is not None:
             hidden = ~mask.reshape(batch, 1, 1, width)
             logits.view(batch, kv_heads, group, width).masked_fill_(
-                hidden, torch.finfo(logits.dtype).min
+                hidden, torch.finfo(torch.float32).min
             )
-        if logits.dtype == torch.float32:
-            weights = torch.softmax(logits, -1, out=probability)
-        else:
-            weights = torch.softmax(logits.float(), -1, out=probability).to(query.dtype)
-        if by_head:
-            out = rows.new_empty(batch * kv_heads, group, values.shape[-1])
-            for head in range(batch * kv_heads):
-                torch.mm(weights[head], values[head], out=out[head])
-        else:
-            out = torch.bmm(weights, values)
+        weights = torch.softmax(logits, -1, out=probability).to(query.dtype)
+        out = torch.bmm(weights, values)
         return out.reshape(batch, 1, heads, -1)
 
     # Observation
