@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,6 +189,12 @@ class Conversation:
         self._pending = remaining_closing(written, closing)
         self._pending_region = spans[-1].region
         return Recorded(message, result)
+
+    def copy(self) -> Conversation:
+        """Return an independent copy; it costs nothing, whatever was said so far."""
+        other = copy.copy(self)
+        other._notes = [*self._notes]
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the tokenizer and the profile, as plain JSON values."""
