@@ -1,11 +1,17 @@
-"""A session on disk: one JSON file and one safetensors file in a folder, nothing executable."""
+"""A session on disk: one JSON file and one safetensors file in a folder, nothing executable.
+
+The JSON file names the safetensors file and is replaced last, in one step. So a folder always
+holds one whole session, the old one or the new one, whenever saving is interrupted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.cache import MemDecayCache, _lasting
 from memdecay.engine.slots import KVPool, SlotTable
+from memdecay.engine.support import check_supported
 from memdecay.errors import MemDecayError, SessionError
 from memdecay.policy import from_config, policy_config
 from memdecay.regions import Profile
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from memdecay.engine.session import Session
 
 FORMAT = 1
-_JSON, _TENSORS = "session.json", "session.safetensors"
+_JSON, _TENSORS = "session.json", "session-*.safetensors"
 _SETTINGS = ("budget", "page_size", "align", "clock", "observe_every", "window", "default_region")
 _COUNTERS = (
     "rows",
@@ -37,17 +44,8 @@ _COUNTERS = (
     "evicted_pages",
     "peak_tokens",
 )
-_LEDGER = (
-    "length",
-    "seen",
-    "num_pages",
-    "latest_page",
-    "next_page",
-    "filled",
-    "last_region",
-    "latest_span",
-    "num_queries",
-)
+_SAMPLE = 'Grüße, {"flight": "HAT-204"}\n\n  def f(x):\treturn x**2  # 価格 €19.90 🙂'
+_TOKENS_COMPARED = 256
 
 
 def save_session(session: Session, folder: str | os.PathLike[str]) -> None:
@@ -56,28 +54,53 @@ def save_session(session: Session, folder: str | os.PathLike[str]) -> None:
     Raises:
         SessionError: the folder cannot be written, or holds something else.
     """
-    target = Path(folder)
-    if target.exists() and not (target / _JSON).is_file() and not _is_empty_folder(target):
-        raise SessionError(
-            f"folder is {str(target)!r}, but it holds something else; it must be new, empty or a "
-            f"saved session."
-        )
+    target = _path(folder)
     state, tensors = _session_state(session)
     try:
+        if (target / _JSON).is_file():
+            _write(target, state, tensors)
+            return
+        if target.exists() and not _is_empty_folder(target):
+            raise SessionError(
+                f"folder is {str(target)!r}, but it holds something else; it must be new, empty "
+                f"or a saved session."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-            made, old = Path(scratch) / "new", Path(scratch) / "old"
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".memdecay-") as scratch:
+            made = Path(scratch) / "session"
             made.mkdir()
-            safetensors.torch.save_file(tensors, made / _TENSORS)
-            state["tensors_sha256"] = _sha256(made / _TENSORS)
-            (made / _JSON).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            if target.exists():
-                target.rename(old)
-            made.rename(target)
-    except OSError as error:
+            _write(made, state, tensors)
+            made.replace(target)
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".")
         raise SessionError(
-            f"The session cannot be saved to {str(target)!r}: {error.strerror or error}."
+            f"The session cannot be saved to {str(target)!r}: {reason[:200]}."
         ) from error
+
+
+def _write(folder: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put a session into a folder; the one that is there already goes when this one is whole."""
+    name = _TENSORS.replace("*", uuid.uuid4().hex[:12])
+    made = [folder / name, folder / f"{_JSON}.{name}.part"]
+    try:
+        safetensors.torch.save_file(dict(tensors), made[0])
+        document = {
+            "format": FORMAT,
+            "tensors": {"file": name, "sha256": _sha256(made[0])},
+            "sha256": _digest(state),
+            "session": state,
+        }
+        made[1].write_text(json.dumps(document, indent=1), encoding="utf-8")
+        made[1].replace(folder / _JSON)
+    except BaseException:
+        for file in made:
+            with contextlib.suppress(OSError):
+                file.unlink()
+        raise
+    for old in (*folder.glob(_TENSORS), *folder.glob(f"{_JSON}.*.part")):
+        if old.name != name:
+            with contextlib.suppress(OSError):
+                old.unlink()
 
 
 def load_session(
@@ -88,31 +111,35 @@ def load_session(
     Raises:
         SessionError: it is missing, damaged, or belongs to another model or tokenizer.
     """
-    source = Path(folder)
+    source = _path(folder)
     if not (source / _JSON).is_file():
         raise SessionError(
             f"folder is {str(source)!r}, but there is no saved session in it ({_JSON} is missing)."
         )
+    check_supported(model)
     try:
-        state = json.loads((source / _JSON).read_text(encoding="utf-8"))
-        version = state["format"]
-        if version != FORMAT:
+        document = json.loads((source / _JSON).read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or "format" not in document:
+            raise SessionError(f"{str(source / _JSON)!r} is not a saved session.")
+        if document["format"] != FORMAT:
             raise SessionError(
-                f"The session in {str(source)!r} has format {version!r}, but this memdecay reads "
-                f"format {FORMAT}."
+                f"The session in {str(source)!r} has format {document['format']!r}, but this "
+                f"memdecay reads format {FORMAT}."
             )
-        if state["model"] != fingerprint(model):
+        state, file = document["session"], document["tensors"]["file"]
+        if document["sha256"] != _digest(state):
             raise SessionError(
-                f"The session in {str(source)!r} belongs to another model "
-                f"({state['model']['model_type']}, {state['model']['weights'][:8]}) than the one "
-                f"given ({model.config.model_type}, {fingerprint(model)['weights'][:8]})."
+                f"The session in {str(source)!r} is damaged: {_JSON} was changed after saving."
             )
-        if state["tensors_sha256"] != _sha256(source / _TENSORS):
+        _check_same(source, state, model, tokenizer)
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(file)
+        if not (source / file).is_file() or document["tensors"]["sha256"] != _sha256(source / file):
             raise SessionError(
-                f"The session in {str(source)!r} is damaged: {_TENSORS} is not the file that was "
-                f"saved."
+                f"The session in {str(source)!r} is damaged: {file} is missing, or not the file "
+                f"that was saved."
             )
-        tensors = safetensors.torch.load_file(source / _TENSORS, device=str(model.device))
+        tensors = safetensors.torch.load_file(source / file, device=str(model.device))
         return _restored(state, tensors, model, tokenizer)
     except SessionError:
         raise
@@ -121,16 +148,36 @@ def load_session(
     except (
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
-        IndexError,
         RuntimeError,
         safetensors.SafetensorError,
     ) as error:
         raise SessionError(
             f"The session in {str(source)!r} is damaged ({type(error).__name__})."
         ) from error
+
+
+def _check_same(
+    source: Path,
+    state: Mapping[str, Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    saved, given = state["model"], fingerprint(model)
+    if saved != given:
+        different = next(name for name in given if saved.get(name) != given[name])
+        raise SessionError(
+            f"The session in {str(source)!r} belongs to another model "
+            f"({saved['model_type']}, {different} {str(saved.get(different))[:80]}) than the one "
+            f"given ({given['model_type']}, {different} {str(given[different])[:80]})."
+        )
+    if state["tokenizer"] != tokenizer_digest(tokenizer):
+        raise SessionError(
+            f"The session in {str(source)!r} belongs to another tokenizer than the one given "
+            f"({type(tokenizer).__name__}, {len(tokenizer)} tokens)."
+        )
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -146,8 +193,28 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         "num_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "dtype": str(model.dtype),
+        "positions": _plain(getattr(config, "rope_parameters", None)),
+        "sliding_window": getattr(config, "sliding_window", None),
         "weights": digest.hexdigest(),
     }
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what tells one tokenizer from another: its size, some tokens, a sample encoded."""
+    size = len(tokenizer)
+    some = range(0, size, max(1, size // _TOKENS_COMPARED))
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens([*some])]
+    ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    return _digest([size, tokens, ids])
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -167,28 +234,32 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
             tensors[f"ledger.{row}.{name}"] = ledger[name].clone()
         tensors[f"ledger.{row}.queries"] = ledger.queries[: ledger.length].clone()
     state = {
-        "format": FORMAT,
         "memdecay": __version__,
         "model": fingerprint(session.model),
+        "tokenizer": tokenizer_digest(session.tokenizer),
         "policy": policy_config(cache.policy),
         "profile": cache.profile.to_dict(),
         "settings": {name: getattr(cache, name) for name in _SETTINGS},
         "prefill_chunk": session.prefill_chunk,
         "counters": {name: getattr(cache, name) for name in _COUNTERS},
         "last_count": cache._last_count,
-        "lengths": [table.lengths for table in cache.tables],
-        "ledgers": [{name: getattr(ledger, name) for name in _LEDGER} for ledger in cache.ledgers],
+        "tables": [
+            {"lengths": table.lengths, "capacity": table.capacity, "floor": table.floor}
+            for table in cache.tables
+        ],
+        "ledgers": [{**ledger.mark(), "starts": ledger.starts} for ledger in cache.ledgers],
         "conversation": session.conversation.state_dict(),
         "empty_conversation": session._empty,
         "seen_by_region": session._seen_by_region,
         "next_span": session._next_span,
-        "spans_of": {str(message): spans for message, spans in session._spans_of.items()},
+        "spans_of": {str(message): [*spans] for message, spans in session._spans_of.items()},
         "pinned_regions": sorted(session._pinned_regions),
         "peak_bytes": session._peak_bytes,
     }
-    return state, {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return _plain(state), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
+@_lasting
 def _restored(
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -215,7 +286,7 @@ def _restored(
     session._last_logits = tensors.get("last_logits")
     session._seen_by_region = dict(state["seen_by_region"])
     session._next_span = state["next_span"]
-    session._spans_of = {int(message): spans for message, spans in state["spans_of"].items()}
+    session._spans_of = {int(key): tuple(spans) for key, spans in state["spans_of"].items()}
     session._pinned_regions = set(state["pinned_regions"])
     session._peak_bytes = state["peak_bytes"]
     return session
@@ -225,16 +296,15 @@ def _restore_cache(
     cache: MemDecayCache, state: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     rows = state["counters"]["rows"]
-    if not rows:
-        return
-    cache._make_tables(rows)
+    if rows:
+        cache._make_tables(rows)
     for name in _COUNTERS:
         setattr(cache, name, state["counters"][name])
     cache._last_count = state["last_count"]
     for number, table in enumerate(cache.tables):
-        _fill_table(table, tensors[f"table.{number}"], state["lengths"][number])
+        _fill_table(table, tensors[f"table.{number}"], state["tables"][number])
     cache.pools = []
-    for layer in range(len(cache.layout.windows)):
+    for layer in range(len(cache.layout.windows) if rows else 0):
         saved = tensors[f"pool.{layer}"]
         _, pool_rows, heads, width, head_dim = saved.shape
         capacity = cache.table_of(layer).capacity
@@ -242,21 +312,31 @@ def _restore_cache(
         pool.kv[:, :, :, :width] = saved
         cache.pools.append(pool)
     for row, ledger in enumerate(cache.ledgers):
-        for name, value in state["ledgers"][row].items():
-            setattr(ledger, name, value)
+        mark = dict(state["ledgers"][row])
+        ledger.starts = [(position, region) for position, region in mark.pop("starts")]
+        ledger.back_to(mark)
         ledger.grow(cache.main.capacity)
         for name, column in ledger.columns.items():
             column[: ledger.length] = tensors[f"ledger.{row}.{name}"]
         ledger.queries[: ledger.length] = tensors[f"ledger.{row}.queries"]
 
 
-def _fill_table(table: SlotTable, index: Tensor, lengths: list[int]) -> None:
+def _fill_table(table: SlotTable, index: Tensor, saved: Mapping[str, Any]) -> None:
     width = index.shape[1]
-    if max(lengths) != width:
+    if max(saved["lengths"]) != width:
         raise SessionError("The saved session is damaged: its slot table has another length.")
-    table.grow(width)
+    table.grow(saved["capacity"])
     table.index[:, :width] = index
-    table.lengths = list(lengths)
+    table.lengths, table.floor = list(saved["lengths"]), saved["floor"]
+
+
+def _path(folder: object) -> Path:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise SessionError(f"folder is {folder!r}, but it must be the path of a folder.")
+    path = os.fspath(folder)
+    if not isinstance(path, str) or "\0" in path:
+        raise SessionError(f"folder is {folder!r}, but it must be the path of a folder.")
+    return Path(path).expanduser()
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import queue
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,20 +13,34 @@ from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
 
 from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.pins import check_pins
 from memdecay.engine.report import AppendResult, Generated, Report, Scores
+from memdecay.engine.scoring import Frame, Scorer, targets
+from memdecay.engine.streaming import Cancel, DroppedError, stream
 from memdecay.engine.timeline import TimelineRecorder
+from memdecay.engine.undo import Checkpoint
 from memdecay.errors import BudgetError, SessionError
 from memdecay.policy import Policy, policy_config
-from memdecay.prompt import Conversation, Rendered
+from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
 
-_OURS = ("input_ids", "inputs_embeds", "attention_mask", "past_key_values", "cache", "use_cache")
+_OURS = (
+    "inputs",
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "past_key_values",
+    "cache",
+    "use_cache",
+    "tokenizer",
+    "stop_strings",
+    "return_dict_in_generate",
+)
 _ROWS = ("num_beams", "num_return_sequences")
 
 
@@ -102,13 +116,16 @@ class Session:
         self._empty = self.conversation.state_dict()
         self.prefill_chunk = prefill_chunk
         self._record_timeline = record_timeline
+        self._lock = threading.Lock()
+        self._writing: Cancel | None = None
+        self._frame: Frame | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._ids: list[int] = []
         self._seen_by_region = dict.fromkeys(self.cache.profile.names, 0)
         self._next_span = 1
-        self._spans_of: dict[int, list[int]] = {}
+        self._spans_of: dict[int, tuple[int, ...]] = {}
         self._pinned_regions: set[str] = set()
         self._peak_bytes = 0
         self._last_logits: Tensor | None = None
@@ -125,22 +142,19 @@ class Session:
         Args:
             messages: OpenAI chat messages; a `region` on one or on a content part is its label.
             pin: never evict them, until `release`.
-            score: say how well the model foresees the assistant's tokens (teacher forcing).
+            score: say how well the model foresees the assistant's tokens (teacher forcing): those
+                after what the template opens an answer with, up to the one that ends it.
 
         Raises:
             TraceError: a message is malformed, or the chat template refuses it.
             BudgetError: the pinned tokens do not fit the budget.
-            In both cases nothing has changed.
+            In both cases nothing has changed. After any other exception the session is as it was
+            too, except that what was evicted stays evicted.
         """
-        before = self.conversation.state_dict()
-        try:
+        with self._alone(), self._undo() as undo:
+            first = len(self.conversation.messages)
             rendered = self.conversation.append(messages)
-            scores = self._read(rendered, pin=pin, score=score)
-        except BaseException:
-            self._restore(before)
-            raise
-        if self._recorder is not None:
-            self._recorder.turn += 1
+            scores = self._read(rendered, undo, first=first, pin=pin, score=score)
         return AppendResult(len(rendered), rendered.spans, rendered.notes, scores)
 
     def generate(
@@ -156,21 +170,28 @@ class Session:
         Raises:
             SessionError: an option belongs to the session, or asks for several sequences.
             TraceError: there is no message to answer.
-            After an exception the conversation is as it was; what was evicted stays evicted.
+            BudgetError: the pinned tokens leave no room for an answer.
+            After an exception the session is as it was; what was evicted stays evicted.
         """
-        self._check_options(max_new_tokens, options)
-        return self._generate(max_new_tokens, stop, options, None, threading.Event())
+        self._check_options(max_new_tokens, stop, options)
+        return self._generate(max_new_tokens, stop, options, Cancel())
 
     def stream(
         self, *, max_new_tokens: int = 256, stop: str | Sequence[str] | None = None, **options: Any
     ) -> Iterator[str]:
         """Let the model answer, piece by piece; the arguments and errors are those of `generate`.
 
-        Closing the iterator early ends the answer there. The session must not be used until the
-        iterator is exhausted or closed.
+        Closing the iterator early ends the answer there, and keeps what was written. Until the
+        iterator is exhausted or closed, the session can do nothing else.
         """
-        self._check_options(max_new_tokens, options)
-        return self._stream(max_new_tokens, stop, options)
+        self._check_options(max_new_tokens, stop, options)
+        if "streamer" in options:
+            raise SessionError("streamer is set by stream itself; to choose it, use generate.")
+
+        def write(streamer: TextIteratorStreamer, cancel: Cancel) -> None:
+            self._generate(max_new_tokens, stop, {**options, "streamer": streamer}, cancel)
+
+        return stream(self.tokenizer, write)
 
     def ask(self, text: str, *, max_new_tokens: int = 64) -> str:
         """Return the greedy answer to a question; the session is as if it had not been asked."""
@@ -192,30 +213,43 @@ class Session:
 
         Raises:
             SessionError: not exactly one of the two is given, or there is no such message.
-            BudgetError: what is pinned would not fit the budget.
+            ProfileError: there is no such region.
+            BudgetError: what is pinned would not fit the budget; nothing has changed.
         """
-        chosen = self._chosen(region, message)
-        if self.cache.ledgers and self.cache.budget is not None:
-            ledger = self.cache.ledgers[0]
-            pinned = ledger["pinned"] | chosen
-            pages = ledger["page"]
-            held = int((torch.isin(pages, pages[pinned]) | ledger.held()).sum())
-            self._check_fits(int((pinned | ledger.held()).sum()), held)
-        if region is not None:
-            self._pinned_regions.add(region)
-        return self._set_pinned(chosen, True)
+        with self._alone():
+            chosen = self._chosen(region, message)
+            before = self.cache.ledgers[0]["pinned"].clone() if self.cache.ledgers else None
+            count = self._set_pinned(chosen, True)
+            try:
+                check_pins(self.cache)
+            except BudgetError:
+                assert before is not None
+                self.cache.ledgers[0]["pinned"].copy_(before)
+                raise
+            if region is not None:
+                self._pinned_regions.add(region)
+        return count
 
     def release(self, *, region: str | None = None, message: int | None = None) -> int:
-        """Undo `pin`; the arguments, result and errors are alike. The profile's pins stay."""
-        chosen = self._chosen(region, message)
-        if region is not None:
-            self._pinned_regions.discard(region)
-        return self._set_pinned(chosen, False)
+        """Undo `pin`; the arguments, result and errors are alike.
+
+        A token that was pinned with its region and with its message is released by either. What
+        the profile pins stays pinned.
+        """
+        with self._alone():
+            chosen = self._chosen(region, message)
+            if region is not None:
+                self._pinned_regions.discard(region)
+            return self._set_pinned(chosen, False)
 
     # State
 
     def report(self) -> Report:
         """Return what the session holds and did."""
+        with self._alone():
+            return self._report()
+
+    def _report(self) -> Report:
         cache = self.cache
         names = cache.profile.names
         kept = dict.fromkeys(names, 0)
@@ -249,36 +283,41 @@ class Session:
         """Return the life of every page, as plain JSON values.
 
         Raises:
-            SessionError: the session was made without `record_timeline=True`.
+            SessionError: the session was made without `record_timeline=True`, or was loaded.
         """
-        if self._recorder is None:
-            raise SessionError(
-                "The timeline was not recorded; make the session with record_timeline=True."
-            )
-        return self._recorder.to_dict()
+        with self._alone():
+            if self._recorder is None:
+                raise SessionError(
+                    "The timeline was not recorded; make the session with record_timeline=True."
+                )
+            return self._recorder.to_dict()
 
     def fork(self) -> Session:
         """Return an independent copy on the same model; it records no timeline."""
-        other = Session.__new__(Session)
-        other.__dict__.update(self.__dict__)
-        other.cache = self.cache.copy()
-        other.conversation = self._conversation(self.conversation.state_dict())
-        other._ids = [*self._ids]
-        other._seen_by_region = dict(self._seen_by_region)
-        other._spans_of = dict(self._spans_of)
-        other._pinned_regions = set(self._pinned_regions)
-        other._recorder, other._record_timeline = None, False
-        return other
+        with self._alone():
+            other = Session.__new__(Session)
+            other.__dict__.update(self.__dict__)
+            other.cache = self.cache.copy()
+            other.conversation = self.conversation.copy()
+            other._ids = [*self._ids]
+            other._seen_by_region = dict(self._seen_by_region)
+            other._spans_of = dict(self._spans_of)
+            other._pinned_regions = set(self._pinned_regions)
+            other._recorder, other._record_timeline = None, False
+            other._lock, other._writing = threading.Lock(), None
+            return other
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the session to a folder, as JSON and safetensors; see `load`.
 
         Raises:
-            SessionError: the folder cannot be written, or holds something else.
+            SessionError: the folder cannot be written, or holds something else. What was saved
+                there before is intact then.
         """
         from memdecay.engine.saving import save_session
 
-        save_session(self, folder)
+        with self._alone():
+            save_session(self, folder)
 
     @classmethod
     def load(
@@ -289,6 +328,8 @@ class Session:
     ) -> Session:
         """Return the session that `save` wrote; it goes on exactly as the saved one would.
 
+        A timeline is not saved.
+
         Raises:
             SessionError: it is missing, damaged, or belongs to another model or tokenizer.
         """
@@ -298,13 +339,24 @@ class Session:
 
     def reset(self) -> None:
         """Forget the conversation and free the cache; the settings stay."""
+        with self._alone():
+            self._reset()
+
+    def _reset(self) -> None:
         self.cache.reset()
         self.conversation = self._conversation(self._empty)
         self._clear()
 
     def close(self) -> None:
-        """Free the cache. The model was never changed, so nothing else is left to undo."""
-        self.reset()
+        """Free the cache, ending a stream that is still open.
+
+        The model was never changed, so nothing else is left to undo.
+        """
+        writing = self._writing
+        if writing is not None:
+            writing.set()
+        with self._lock:
+            self._reset()
 
     def __enter__(self) -> Session:
         return self
@@ -314,59 +366,56 @@ class Session:
 
     # Reading
 
-    def _read(self, rendered: Rendered, *, pin: bool, score: bool) -> Scores | None:
-        """Run labelled tokens; if this raises, the cache has forgotten those it had run."""
+    def _read(
+        self, rendered: Rendered, undo: _Undo, *, first: int, pin: bool, score: bool
+    ) -> Scores | None:
+        """Run labelled tokens; `first` is the index of the first new message."""
         if not rendered.ids:
             return None
-        pinned = [pin or name in self._pinned_regions for name in rendered.regions]
-        self._check_pins(rendered.regions, pinned)
+        pins = [
+            name in self._pinned_regions or (pin and rendered.spans[index].message >= first)
+            for name, index in zip(rendered.regions, rendered.span_index, strict=True)
+        ]
+        check_pins(self.cache, rendered.regions, pins)
+        undo.watch(len(rendered))
         spans = [self._next_span + index for index in rendered.span_index]
-        first = 0
-        for end in range(1, len(pinned) + 1):
-            if end == len(pinned) or pinned[end] != pinned[first]:
+        start = 0
+        for end in range(1, len(pins) + 1):
+            if end == len(pins) or pins[end] != pins[start]:
                 self.cache.label(
-                    rendered.regions[first:end], spans=spans[first:end], pinned=pinned[first]
+                    rendered.regions[start:end], spans=spans[start:end], pinned=pins[start]
                 )
-                first = end
-        start = self.cache.seen
-        targets = self._targets(rendered) if score else {}
-        try:
-            scores = self._run(rendered.ids, targets, start)
-        except BaseException:
-            self._rewind(start)
-            raise
+                start = end
+        wanted = {}
+        if score:
+            roles = {
+                index: message["role"]
+                for index, message in enumerate(self.conversation.messages)
+                if index >= first
+            }
+            wanted = targets(rendered, roles, self._framing().header, frozenset(self._ends()))
+        scorer = Scorer(rendered.ids, wanted, self.cache.seen)
+        self._run(rendered.ids, scorer)
         for name in rendered.regions:
             self._seen_by_region[name] += 1
-        for number, span in enumerate(rendered.spans):
-            self._spans_of.setdefault(span.message, []).append(self._next_span + number)
-        self._next_span += len(rendered.spans)
-        self._peak_bytes = max(self._peak_bytes, self.cache.nbytes)
-        return scores
+        self._number(rendered)
+        return scorer.result()
 
-    def _run(self, ids: Sequence[int], targets: Mapping[int, int], start: int) -> Scores | None:
-        """Run tokens through the model by chunks, and score those in `targets`.
-
-        Args:
-            ids: the tokens.
-            targets: offset in `ids` -> message, of the tokens to score.
-            start: position of the first token.
-        """
+    def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
+        """Run the next tokens through the model by chunks."""
         device = self.model.device
-        found: list[tuple[int, int, int, float, int]] = []
-        if 0 in targets and self._last_logits is not None:
-            found += self._score(self._last_logits[None], [0], ids, targets, start)
+        if scorer is not None and self._last_logits is not None:
+            scorer.add(self._last_logits[None], [0])
         offset = 0
         self.cache.prefilling = True
         try:
             while offset < len(ids):
                 count = min(self._chunk(), len(ids) - offset)
-                rows = [
-                    row for row in range(count) if offset + row + 1 in targets or row == count - 1
-                ]
-                chunk = torch.tensor([ids[offset : offset + count]], device=device)
-                positions = torch.arange(start + offset, start + offset + count, device=device)
+                rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
+                first = self.cache.seen
+                positions = torch.arange(first, first + count, device=device)
                 out = self.model(
-                    input_ids=chunk,
+                    input_ids=torch.tensor([ids[offset : offset + count]], device=device),
                     position_ids=positions[None],
                     cache=self.cache,
                     use_cache=True,
@@ -374,42 +423,14 @@ class Session:
                 )
                 logits = out.logits[0].float()
                 self._last_logits = logits[-1].clone()
-                wanted = [number for number, row in enumerate(rows) if offset + row + 1 in targets]
-                if wanted:
-                    places = [offset + rows[number] + 1 for number in wanted]
-                    found += self._score(logits[wanted], places, ids, targets, start)
+                if scorer is not None:
+                    scorer.add(logits, [offset + row + 1 for row in rows])
                 self._ids.extend(ids[offset : offset + count])
                 offset += count
                 if self._recorder is not None:
                     self._recorder.prefilled()
         finally:
             self.cache.prefilling = False
-        if not found:
-            return None
-        position, message, target, nll, top1 = zip(*found, strict=True)
-        return Scores(
-            torch.tensor(position),
-            torch.tensor(message),
-            torch.tensor(target),
-            torch.tensor(nll),
-            torch.tensor(top1),
-        )
-
-    @staticmethod
-    def _score(
-        logits: Tensor,
-        places: Sequence[int],
-        ids: Sequence[int],
-        targets: Mapping[int, int],
-        start: int,
-    ) -> list[tuple[int, int, int, float, int]]:
-        wanted = torch.tensor([ids[place] for place in places], device=logits.device)
-        nll = torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
-        top1 = logits.argmax(-1).tolist()
-        return [
-            (start + place, targets[place], ids[place], nll[number], top1[number])
-            for number, place in enumerate(places)
-        ]
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next."""
@@ -418,53 +439,42 @@ class Session:
             return self.prefill_chunk
         chunk = max(1, min(self.prefill_chunk, cache.budget // 4))
         if cache.ledgers:
-            ledger = cache.ledgers[0]
-            stays = ledger.held()
-            if ledger.open_page is not None:
-                stays = stays | (ledger["page_index"] == ledger.open_page)
-            chunk = max(1, min(chunk, cache.budget - int(stays.sum())))
+            held, still_open = cache.ledgers[0].stuck()
+            chunk = max(1, min(chunk, cache.budget - held - still_open))
         beyond = (cache.seen + chunk) % cache.page_size
         return chunk - beyond if chunk > beyond else chunk
 
-    def _targets(self, rendered: Rendered) -> dict[int, int]:
-        """Return offset -> message of the assistant's tokens: after the header, up to the end."""
-        header = self._header()
-        ends = self._end_ids()
-        messages = self.conversation.messages
-        targets: dict[int, int] = {}
-        for index in sorted({span.message for span in rendered.spans}):
-            if index >= len(messages) or messages[index]["role"] != "assistant":
-                continue
-            mine = [span for span in rendered.spans if span.message == index]
-            first, last = mine[0].start, mine[-1].end
-            if rendered.ids[first : first + len(header)] == header:
-                first += len(header)
-            marks = [place for place in range(first, last) if rendered.ids[place] in ends]
-            if marks:
-                last = marks[-1] + 1
-            targets.update(dict.fromkeys(range(first, last), index))
-        return targets
+    def _number(self, rendered: Rendered) -> None:
+        """Give the spans of new tokens their numbers."""
+        for number, span in enumerate(rendered.spans, self._next_span):
+            self._spans_of[span.message] = (*self._spans_of.get(span.message, ()), number)
+        self._next_span += len(rendered.spans)
 
-    def _header(self) -> list[int]:
-        """Return the ids that open an assistant message, as the template writes them."""
-        fork = self._conversation(self._empty)
-        fork.append([{"role": "user", "content": "x"}])
-        return fork.generation_prompt().ids
+    def _framing(self) -> Frame:
+        if self._frame is None:
+            self._frame = Frame(lambda: self._conversation(self._empty), self.tokenizer)
+        return self._frame
 
-    def _end_ids(self) -> set[int]:
+    def _ends(self) -> list[int]:
         """Return the ids that end a turn."""
-        ends = {self.tokenizer.eos_token_id}
+        ends = {self.tokenizer.eos_token_id, *self._framing().ends}
         configured = self.model.generation_config.eos_token_id
         ends |= set(configured) if isinstance(configured, list) else {configured}
-        return {int(end) for end in ends if end is not None}
+        return sorted(int(end) for end in ends if end is not None)
 
     # Writing
 
-    def _check_options(self, max_new_tokens: int, options: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _check_options(
+        max_new_tokens: int, stop: str | Sequence[str] | None, options: Mapping[str, Any]
+    ) -> None:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
             raise SessionError(f"max_new_tokens is {max_new_tokens!r}, but it must be an integer.")
         if max_new_tokens < 1:
             raise SessionError(f"max_new_tokens is {max_new_tokens}, but it must be at least 1.")
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if not all(isinstance(text, str) and text for text in stops):
+            raise SessionError(f"stop is {stop!r}, but it must be a text or several, none empty.")
         for name in _OURS:
             if name in options:
                 raise SessionError(
@@ -484,162 +494,140 @@ class Session:
         max_new_tokens: int,
         stop: str | Sequence[str] | None,
         options: Mapping[str, Any],
-        streamer: TextIteratorStreamer | None,
-        cancel: threading.Event,
+        cancel: Cancel,
     ) -> Generated:
-        before = self.conversation.state_dict()
-        start, last = self.cache.seen, None
-        try:
+        stops = [stop] if isinstance(stop, str) else [*(stop or ())]
+        with self._alone(), self._undo() as undo:
+            self._writing = cancel
+            start = self.cache.seen
             prompt = self.conversation.generation_prompt()
-            self._check_pins(prompt.regions, [False] * len(prompt.ids))
-            span = self._next_span
+            check_pins(self.cache, prompt.regions, [False] * len(prompt))
+            undo.watch(len(prompt) + max_new_tokens, again=not prompt.ids)
             if prompt.ids:
-                self.cache.label(prompt.regions, spans=[span] * len(prompt.ids))
-                self._run(prompt.ids[:-1], {}, start)
-            last = prompt.ids[-1] if prompt.ids else self._take_back()
-            ids = [*self._ids, last]
-            extra = {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
-            ends = sorted(self._end_ids())
+                spans = [self._next_span + index for index in prompt.span_index]
+                self.cache.label(prompt.regions, spans=spans)
+                self._run(prompt.ids[:-1])
+                ids = [*self._ids, prompt.ids[-1]]
+            else:
+                self._take_back()
+                ids = [*self._ids]
+            self._last_logits = None
+            settings = self._settings(options, stops, cancel)
             inputs = torch.tensor([ids], device=self.model.device)
             out = self.model.generate(  # type: ignore[operator]
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 cache=self.cache,
                 max_new_tokens=max_new_tokens,
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([_Cancelled(cancel)]),
-                **{
-                    "do_sample": False,
-                    "eos_token_id": ends,
-                    "pad_token_id": ends[0],
-                    **extra,
-                    **options,
-                },
+                **settings,
             )
             sequence = out.tolist()[0]
+            if cancel.forget:
+                raise DroppedError
+            self._finish(sequence)
             written = sequence[len(ids) :]
-            self._ids = sequence[: self.cache.seen]
-            self._finish(sequence[self.cache.seen :])
-            recorded = self.conversation.record_generated(written)
-        except BaseException:
-            self._rewind(start)
-            if self.cache.seen < start and last is not None:
-                self._run([last], {}, start - 1)
-            self._restore(before)
-            raise
-        regions = [*[recorded.rendered.regions[0]] * len(prompt.ids), *recorded.rendered.regions]
-        self._relabel(start, regions)
-        self._spans_of.setdefault(len(self.conversation.messages) - 1, []).append(span)
-        self._next_span += 1
-        self._peak_bytes = max(self._peak_bytes, self.cache.nbytes)
-        if self._recorder is not None:
-            self._recorder.turn += 1
+            message = self._record(prompt, written, start)
         text = str(self.tokenizer.decode(written, skip_special_tokens=True))
-        ended = written[-1] in ends or len(written) < max_new_tokens
-        reason = "cancelled" if cancel.is_set() else "stop" if ended else "length"
-        return Generated(text, written, recorded.message, reason)
+        ended = written[-1] in settings["eos_token_id"] or any(end in text for end in stops)
+        reason = "stop" if ended or len(written) < max_new_tokens else "length"
+        return Generated(text, written, message, "cancelled" if cancel.is_set() else reason)
 
-    def _take_back(self) -> int:
-        """Forget the last token and return it, to be run again: its logits start the answer.
+    def _settings(
+        self, options: Mapping[str, Any], stops: Sequence[str], cancel: Cancel
+    ) -> dict[str, Any]:
+        """Return what `model.generate` is to do, beside its inputs."""
+        settings: dict[str, Any] = {"do_sample": False, **options}
+        ends = settings.get("eos_token_id")
+        ends = self._ends() if ends is None else [ends] if isinstance(ends, int) else [*ends]
+        settings["eos_token_id"] = ends
+        settings.setdefault("pad_token_id", ends[0] if ends else 0)
+        criteria = [*(settings.get("stopping_criteria") or ()), cancel]
+        settings["stopping_criteria"] = StoppingCriteriaList(criteria)
+        if stops:
+            settings |= {"stop_strings": [*stops], "tokenizer": self.tokenizer}
+        return settings
+
+    def _take_back(self) -> None:
+        """Forget the last token, to be run again: its logits start the answer.
 
         Only for templates that write nothing between a message and its answer.
         """
+        if not self.cache.seen:
+            raise SessionError("There is nothing to answer: the chat template wrote no text yet.")
         ledger = self.cache.ledgers[0]
         newest = int(ledger["position"].argmax())
         region, span = int(ledger["region"][newest]), int(ledger["span"][newest])
         pinned = bool(ledger["pinned"][newest])
+        self.cache.prefilling = True  # or this would count as a decode step
         self.cache.crop(-1)
+        self.cache.prefilling = False
         self.cache.label([self.cache.profile.name(region)], spans=[span], pinned=pinned)
-        return self._ids.pop()
 
-    def _finish(self, ids: Sequence[int]) -> None:
+    def _finish(self, sequence: list[int]) -> None:
         """Run the last tokens that the model wrote but has not read."""
-        for token in ids:
-            self.model(
+        for token in sequence[self.cache.seen :]:
+            out = self.model(
                 input_ids=torch.tensor([[token]], device=self.model.device),
                 position_ids=torch.tensor([[self.cache.seen]], device=self.model.device),
                 cache=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-            self._ids.append(token)
-        self._last_logits = None
+            self._last_logits = out.logits[0, -1].float()
+        self._ids = sequence
 
-    def _stream(
-        self, max_new_tokens: int, stop: str | Sequence[str] | None, options: Mapping[str, Any]
-    ) -> Iterator[str]:
-        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        cancel = threading.Event()
-        failures: queue.Queue[BaseException] = queue.Queue()
+    def _record(self, prompt: Rendered, written: Sequence[int], start: int) -> Message:
+        """Add an answer to the conversation, and say of its tokens what they turned out to be.
 
-        def work() -> None:
-            try:
-                self._generate(max_new_tokens, stop, options, pieces, cancel)
-            except BaseException as error:
-                failures.put(error)
-                pieces.end()
-
-        worker = threading.Thread(target=work, daemon=True)
-        worker.start()
-        try:
-            for piece in pieces:
-                if piece:
-                    yield piece
-        finally:
-            cancel.set()
-            worker.join()
-        if not failures.empty():
-            raise failures.get()
-
-    def _relabel(self, start: int, regions: Sequence[str]) -> None:
-        """Give tokens from `start` on their regions, now that it is known what they are."""
-        profile = self.cache.profile
+        Args:
+            prompt: what opened the answer.
+            written: the ids of the answer.
+            start: position of the first token of the two.
+        """
+        index = len(self.conversation.messages)
+        recorded = self.conversation.record_generated(written)
+        answer = recorded.rendered
+        regions = [
+            answer.regions[0] if prompt.spans[span].message >= index else region
+            for region, span in zip(prompt.regions, prompt.span_index, strict=True)
+        ]
+        regions += answer.regions
+        spans = [self._next_span + number for number in prompt.span_index]
+        self._number(prompt)
+        spans += [self._next_span + number for number in answer.span_index]
+        self._number(answer)
+        profile, ledger = self.cache.profile, self.cache.ledgers[0]
+        known = {name: profile.id(name) for name in set(regions)}
+        offset = ledger["position"] - start
+        mine = (offset >= 0) & (offset < len(regions))
+        offset = offset[mine]
+        columns = (
+            ("region", [known[name] for name in regions]),
+            ("span", spans),
+            ("pinned", [name in self._pinned_regions for name in regions]),
+        )
+        for name, values in columns:
+            ledger[name][mine] = torch.tensor(values, device=ledger.device)[offset]
         for name in regions:
             self._seen_by_region[name] += 1
-        ledger = self.cache.ledgers[0]
-        ids = torch.tensor([profile.id(name) for name in regions], device=ledger.device)
-        offset = ledger["position"] - start
-        mine = (offset >= 0) & (offset < len(ids))
-        ledger["region"][mine] = ids[offset[mine]]
-        pinned = torch.tensor([name in self._pinned_regions for name in regions]).to(ledger.device)
-        ledger["pinned"][mine] |= pinned[offset[mine]]
+        return recorded.message
 
     # Pins
-
-    def _check_pins(self, regions: Sequence[str], pinned: Sequence[bool]) -> None:
-        """Refuse tokens with whose pins the budget could not be held, before anything runs."""
-        if self.cache.budget is None or not regions:
-            return
-        ledger = self.cache.ledgers[0] if self.cache.ledgers else self.cache.new_ledger()
-        ids = torch.tensor([self.cache.profile.id(name) for name in regions])
-        self._check_fits(*ledger.held_with(ids, torch.tensor(pinned)))
-
-    def _check_fits(self, pinned: int, held: int) -> None:
-        budget = self.cache.budget
-        need = held + self.cache.page_size
-        if budget is not None and pinned and need > budget:
-            raise BudgetError(
-                f"budget is {budget} tokens, but {pinned} tokens are pinned ({held} with the pages "
-                f"they share), which needs a budget of at least {need}."
-            )
 
     def _chosen(self, region: str | None, message: int | None) -> Tensor:
         if (region is None) == (message is None):
             raise SessionError(
                 f"region is {region!r} and message is {message!r}, but exactly one must be given."
             )
+        ledger = self.cache.ledgers[0] if self.cache.ledgers else self.cache.new_ledger()
         if region is not None:
-            number = self.cache.profile.id(region)
-            if not self.cache.ledgers:
-                return torch.zeros(0, dtype=torch.bool)
-            return self.cache.ledgers[0]["region"] == number
-        if message not in self._spans_of:
-            count = len(self.conversation.messages)
+            return ledger["region"] == self.cache.profile.id(region)
+        count = len(self.conversation.messages)
+        if isinstance(message, bool) or not isinstance(message, int) or not 0 <= message < count:
             raise SessionError(
                 f"message is {message!r}, but it must be the index of one of the {count} messages."
             )
-        ledger = self.cache.ledgers[0]
-        spans = torch.tensor(self._spans_of[message], device=ledger.device)
+        spans = torch.tensor(self._spans_of.get(message, ()), device=ledger.device)
         return torch.isin(ledger["span"], spans)
 
     def _set_pinned(self, chosen: Tensor, pinned: bool) -> int:
@@ -647,22 +635,39 @@ class Session:
             return 0
         return self.cache.pin(lambda ledger: chosen, pinned)
 
-    # Undoing
+    # All or nothing
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second use of the session while there is one."""
+        if not self._lock.acquire(blocking=False):
+            raise SessionError(
+                "The session is in use; exhaust or close its stream first, and use it in one "
+                "thread at a time."
+            )
+        try:
+            yield
+        finally:
+            self._writing = None
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _undo(self) -> Iterator[_Undo]:
+        """Make what follows change everything or nothing."""
+        undo = _Undo(self)
+        try:
+            yield undo
+        except BaseException:
+            undo.restore()
+            raise
+        finally:
+            used = self.cache.nbytes + undo.nbytes
+            self._peak_bytes = max(self._peak_bytes, used)
+        if self._recorder is not None:
+            self._recorder.turn += 1
 
     def _conversation(self, state: Mapping[str, Any]) -> Conversation:
         return Conversation.from_state(self.tokenizer, state, profile=self.cache.profile)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.conversation = self._conversation(state)
-
-    def _rewind(self, start: int) -> None:
-        """Forget the tokens seen from `start` on; what was evicted for them stays evicted."""
-        steps = self.cache.steps
-        self.cache.forget_labels()
-        self.cache.crop(min(0, start - self.cache.seen))
-        self.cache.steps = steps
-        del self._ids[start:]
-        self._last_logits = None
 
     def _notes(self) -> list[str]:
         notes = [*self.conversation.notes]
@@ -675,11 +680,40 @@ class Session:
         return notes
 
 
-class _Cancelled(StoppingCriteria):
-    """Stops when the reader of a stream has gone."""
+class _Undo:
+    """What a session was before an operation."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._checkpoint: Checkpoint | None = None
+        self._ids = len(session._ids)
+        self._mark = session._recorder.mark() if session._recorder is not None else None
+        self._fields = {
+            "conversation": session.conversation,
+            "_seen_by_region": session._seen_by_region,
+            "_next_span": session._next_span,
+            "_spans_of": session._spans_of,
+            "_last_logits": session._last_logits,
+        }
+        session.conversation = session.conversation.copy()
+        session._seen_by_region = dict(session._seen_by_region)
+        session._spans_of = dict(session._spans_of)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self._event.is_set(), device=input_ids.device)
+    def watch(self, new: int, *, again: bool = False) -> None:
+        """Say that the cache will change now; the arguments are those of `Checkpoint`."""
+        self._checkpoint = Checkpoint(self._session.cache, new, again=again)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are held to undo."""
+        return self._checkpoint.nbytes if self._checkpoint is not None else 0
+
+    def restore(self) -> None:
+        """Make the session what it was."""
+        session = self._session
+        if self._checkpoint is not None:
+            self._checkpoint.restore()
+        session.__dict__.update(self._fields)
+        del session._ids[self._ids :]
+        if session._recorder is not None and self._mark is not None:
+            session._recorder.back_to(self._mark)

@@ -35,6 +35,24 @@ class TimelineRecorder:
         """A chunk of a prompt has been read."""
         self._event("prefill")
 
+    def mark(self) -> dict[str, Any]:
+        """Return what `back_to` needs to take back what is recorded from now on."""
+        return {"events": len(self._events), "turn": self.turn, "pages": set(self._pages)}
+
+    def back_to(self, mark: dict[str, Any]) -> None:
+        """Take back what was recorded since `mark`, except that what was evicted is gone."""
+        count = mark["events"]
+        del self._events[count:]
+        self._snapshots = [shot for shot in self._snapshots if shot["event"] < count]
+        self._pages = {page: life for page, life in self._pages.items() if page in mark["pages"]}
+        self.turn, self._steps = mark["turn"], self._cache.steps
+        gone = [life for life in self._pages.values() if (life["evicted"] or 0) >= max(count, 1)]
+        if gone:
+            self._event("evict")
+            for life in gone:
+                life["evicted"] = count
+        self._look()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as plain JSON values."""
         names = self._cache.profile.names
@@ -75,12 +93,8 @@ class TimelineRecorder:
         if ledger is None or not ledger.length:
             return
         page, region = ledger["page"], ledger["region"]
-        pairs, counts = torch.unique(torch.stack([page, region]), dim=1, return_counts=True)
         held = set(page[ledger.held()].unique().tolist())
-        found: dict[int, dict[int, int]] = {}
-        for number, kind, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
-            found.setdefault(number, {})[kind] = count
-        for number, kinds in found.items():
+        for number, kinds in _counted(torch.stack([page, region])).items():
             born = max(len(self._events) - 1, 0)
             life = self._pages.setdefault(number, {"born": born, "evicted": None})
             life.update(
@@ -129,7 +143,20 @@ class TimelineRecorder:
 
     def _evicted(self, evicted: Evicted) -> None:
         self._event("evict")
+        event = len(self._events) - 1
         kept = set(self._cache.ledgers[evicted.row]["page"].unique().tolist())
-        for page in evicted.page.unique().tolist():
-            if page not in kept and page in self._pages:
-                self._pages[page]["evicted"] = len(self._events) - 1
+        pairs = torch.stack([evicted.page, evicted.region])
+        for page, kinds in _counted(pairs).items():
+            if page in kept:
+                continue
+            life = self._pages.setdefault(page, {"born": event, "pinned": False})
+            life.update(counts=kinds, tokens=sum(kinds.values()), evicted=event)
+
+
+def _counted(pairs: Tensor) -> dict[int, dict[int, int]]:
+    """Return page -> region -> tokens, from `(2, n)` pages and regions."""
+    unique, counts = torch.unique(pairs, dim=1, return_counts=True)
+    found: dict[int, dict[int, int]] = {}
+    for page, region, count in zip(*unique.tolist(), counts.tolist(), strict=True):
+        found.setdefault(page, {})[region] = count
+    return found

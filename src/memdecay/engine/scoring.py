@@ -1,0 +1,131 @@
+"""How well a model foresees the assistant's recorded tokens: which count, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from memdecay.engine.report import Scores
+from memdecay.errors import TraceError
+from memdecay.prompt import Conversation, Rendered
+
+_ANSWER = "zqwxanswer"
+
+
+class Frame:
+    """What a chat template writes around an answer, found out by writing one.
+
+    Args:
+        empty: makes a conversation without messages.
+        tokenizer: whose special tokens may end a turn.
+
+    Attributes:
+        header: ids that open an answer; the model does not write them.
+        ends: the special token that the template closes an answer with, if it has one.
+    """
+
+    def __init__(
+        self, empty: Callable[[], Conversation], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.header: list[int] = []
+        self.ends: frozenset[int] = frozenset()
+        conversation = empty()
+        try:
+            conversation.append([{"role": "user", "content": "Hello."}])
+            self.header = conversation.generation_prompt().ids
+            text = conversation.append([{"role": "assistant", "content": _ANSWER}]).text
+        except TraceError:  # it refuses these two, but perhaps not what the user says
+            return
+        closing = text[text.rfind(_ANSWER) + len(_ANSWER) :]
+        known = tokenizer.added_tokens_decoder
+        ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+        special = [number for number in ids if number in known and known[number].special]
+        self.ends = frozenset(special[:1])
+
+
+def targets(
+    rendered: Rendered,
+    roles: Mapping[int, str],
+    header: Sequence[int],
+    ends: frozenset[int],
+) -> dict[int, int]:
+    """Return offset in `rendered` -> message, of the tokens that the assistant itself wrote.
+
+    Args:
+        rendered: new tokens.
+        roles: message -> role, of the messages that count.
+        header: ids that open an answer.
+        ends: ids that end one; what the template writes after the last of them does not count.
+    """
+    found: dict[int, int] = {}
+    for message, role in roles.items():
+        mine = [span for span in rendered.spans if span.message == message]
+        if role != "assistant" or not mine:
+            continue
+        first, last = mine[0].start, mine[-1].end
+        for opening in header:
+            if first == last or rendered.ids[first] != opening:
+                break
+            first += 1
+        closing = [place for place in range(first, last) if rendered.ids[place] in ends]
+        last = closing[-1] + 1 if closing else last
+        found.update(dict.fromkeys(range(first, last), message))
+    return found
+
+
+class Scorer:
+    """Collects the losses of `targets`, chunk by chunk.
+
+    Args:
+        ids: the tokens that are read.
+        targets: offset in `ids` -> message.
+        start: position of the first token.
+    """
+
+    def __init__(self, ids: Sequence[int], targets: Mapping[int, int], start: int) -> None:
+        self._ids, self._targets, self._start = ids, targets, start
+        self._parts: list[Scores] = []
+
+    def rows(self, offset: int, count: int) -> list[int]:
+        """Return the rows of a chunk whose logits are needed: before a target, and the last."""
+        return [
+            row for row in range(count) if row == count - 1 or offset + row + 1 in self._targets
+        ]
+
+    def add(self, logits: Tensor, places: Sequence[int]) -> None:
+        """Score what the model says.
+
+        Args:
+            logits: `(n, vocab_size)` float32.
+            places: for each row the offset of the token that it foresees; others are passed over.
+        """
+        wanted = [number for number, place in enumerate(places) if place in self._targets]
+        if not wanted:
+            return
+        places = [places[number] for number in wanted]
+        logits = logits[wanted]
+        target = torch.tensor([self._ids[place] for place in places])
+        nll = torch.nn.functional.cross_entropy(
+            logits, target.to(logits.device), reduction="none"
+        ).cpu()
+        self._parts.append(
+            Scores(
+                position=torch.tensor(places) + self._start,
+                message=torch.tensor([self._targets[place] for place in places]),
+                target=target,
+                nll=nll,
+                top1=logits.argmax(-1).cpu(),
+            )
+        )
+
+    def result(self) -> Scores | None:
+        """Return all of them, None if there were none."""
+        if not self._parts:
+            return None
+        names = ("position", "message", "target", "nll", "top1")
+        return Scores(
+            **{name: torch.cat([getattr(part, name) for part in self._parts]) for name in names}
+        )
