@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,23 +18,28 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from memdecay.engine.support import check_supported
+from memdecay.engine.support import FAMILIES, check_supported
 from memdecay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The precisions that are tested."""
 
+_reading = threading.Lock()
 _SAMPLE = 'Grüße, {"flight": "HAT-204"}\n\n  def f(x):\treturn x**2  # 価格 €19.90 🙂'
 
 
 def load_model(
-    name: str, dtype: str = "float32", *, device: str | torch.device = "cpu"
+    name: str | os.PathLike[str],
+    dtype: str = "float32",
+    *,
+    device: str | torch.device = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model that memdecay serves exactly, and its tokenizer.
 
@@ -52,12 +59,17 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
+    if not isinstance(name, (str, os.PathLike)) or not os.fspath(name):
+        raise ModelError(
+            f"model is {name!r}, but it must be a folder, a GGUF file, a hub name or 'smollm2'."
+        )
+    name = str(os.fspath(name))
     source = smollm2_path() if name == "smollm2" else Path(name).expanduser()
     with _quietly():
         if source.is_file():
             model, tokenizer = _load_gguf(source, dtype)
         elif source.is_dir():
-            model, tokenizer = _load(str(source), str(source), dtype)
+            model, tokenizer = _load(str(source), dtype, name)
         elif source.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ModelError(
                 f"model is {name!r}, but there is no such file or folder; it must be a folder, a "
@@ -65,10 +77,13 @@ def load_model(
             )
         else:
             _check_hub(name)
-            model, tokenizer = _load(name, name, dtype)
+            model, tokenizer = _load(name, dtype, name)
     check_supported(model)
     model.config.name_or_path = name
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    try:
+        return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device is {str(device)!r}, but {_reason(error)}.") from error
 
 
 def smollm2_path() -> Path:
@@ -88,17 +103,28 @@ def smollm2_path() -> Path:
 
 
 def _load(
-    weights: str, tokenizer: str, dtype: str, **options: Any
+    source: str, dtype: str, called: str, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        made = AutoTokenizer.from_pretrained(tokenizer, **options)
-        model = AutoModelForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype], **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ModelError(
-            f"The model {weights!r} cannot be loaded: {reason[:300] or type(error).__name__}."
-        ) from error
+        config = AutoConfig.from_pretrained(source, **options)
+        if config.model_type not in FAMILIES:
+            raise ModelError(
+                f"The model {called!r} is of the family {config.model_type!r}, which is not "
+                f"supported; supported are {', '.join(FAMILIES.values())}."
+            )
+        made = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], **options)
+    except ModelError:
+        raise
+    except Exception as error:  # a damaged file fails in any way
+        raise ModelError(f"The model {called!r} cannot be loaded: {_reason(error)}.") from error
     return model, made
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an error of another library says, as the end of a sentence."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return text[:300] or type(error).__name__
 
 
 def _load_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -115,15 +141,17 @@ def _load_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     if (folder / "config.json").is_file():
         # A folder that is damaged is made again, not trusted.
         with contextlib.suppress(ModelError):
-            return _load(str(folder), str(folder), dtype)
+            return _load(str(folder), dtype, str(file))
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        model, tokenizer = _load(str(file.parent), str(file.parent), dtype, gguf_file=file.name)
+        with _reading_once():
+            model, tokenizer = _load(str(file.parent), dtype, str(file), gguf_file=file.name)
     except ModelError as error:
-        reason = str(error.__cause__ or error).rstrip(".")
+        if error.__cause__ is None:
+            raise
         raise ModelError(
             f"The GGUF file {str(file)!r} cannot be read; it may be damaged: "
-            f"{' '.join(reason.split())[:300]}."
+            f"{_reason(error.__cause__)}."
         ) from error
     _keep(model, tokenizer, folder)
     return model, tokenizer
@@ -172,6 +200,30 @@ def _check_hub(name: str) -> None:
         f"model is {name!r}, but {problem}; it must be a folder, a GGUF file, a hub name or "
         f"'smollm2'."
     )
+
+
+@contextlib.contextmanager
+def _reading_once() -> Iterator[None]:
+    """Let transformers parse a GGUF file once, not three times, and its name map once.
+
+    That is most of the time which a conversion takes. The progress bar stays where someone sees
+    it.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    once = functools.lru_cache(maxsize=None)
+    bar: Any = vars(reading)["tqdm"]
+    swaps = (
+        (gguf, "GGUFReader", once(gguf.GGUFReader)),
+        (gguf, "get_tensor_name_map", once(gguf.get_tensor_name_map)),
+        (reading, "tqdm", functools.partial(bar, disable=None)),
+    )
+    with _reading, contextlib.ExitStack() as back:
+        for holder, name, value in swaps:
+            back.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+        yield
 
 
 @contextlib.contextmanager
