@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from engine.families import Event, choose, make, oracle, tokens
 from engine.helpers import close, kept
 from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.forward import Forward
 from memdecay.policy import get_policy
 from memdecay.regions import REGIONS
 
@@ -185,3 +187,19 @@ def test_another_batch_size_is_refused() -> None:
         model(input_ids=tokens(5, 3), cache=cache)
     with pytest.raises(ValueError, match="row is 2, but this cache holds 2"):
         cache.evict([0], row=2)
+
+
+@torch.no_grad()
+def test_no_query_is_left_with_nothing_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax over nothing is NaN on some devices, even where this machine's gives zeros."""
+    masks = []
+    make_mask = Forward.mask
+
+    def watched(forward: Forward, **kwargs: Any) -> Tensor | None:
+        masks.append(make_mask(forward, **kwargs))
+        return masks[-1]
+
+    monkeypatch.setattr(Forward, "mask", watched)
+    run_with_evictions("gemma3", 1, {})
+    assert sum(mask is not None for mask in masks) > 10
+    assert all(bool(mask.any(-1).all()) for mask in masks if mask is not None)
