@@ -11,12 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from prompt.prompt_models import CORPUS, make_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from engine import families
 from memdecay.engine import Session
+from prompt.prompt_models import CORPUS, make_tokenizer
 
 _WORDS = " ".join(CORPUS).split()
 

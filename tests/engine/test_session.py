@@ -90,7 +90,6 @@ def test_templates_without_a_generation_prompt_answer_as_stock_transformers(temp
         written = made.generate(max_new_tokens=6).ids
         assert written == twin.generate(max_new_tokens=6).ids == expected
         assert made.cache.steps == steps + 1 + len(written)
-        made.append([assistant(2)]) if template == "mistral" else None
     logits = full_logits(made.model, made._ids)
     assert torch.allclose(logits[-1], made._last_logits, atol=1e-4)
 
@@ -189,14 +188,18 @@ def test_every_token_keeps_its_label_whatever_is_evicted():
         made.append(talk())
         made.generate(**saying(made, "Plan: book it."))
         made.append([user(12, 3)])
-    known = dict(zip(*(free.cache.ledgers[0][n].tolist() for n in ("position", "region"))))
-    spans = dict(zip(*(free.cache.ledgers[0][n].tolist() for n in ("position", "span"))))
-    ledger = tight.cache.ledgers[0]
-    assert len(kept(tight.cache)) < len(known)
-    for position, region, span in zip(
-        ledger["position"].tolist(), ledger["region"].tolist(), ledger["span"].tolist()
-    ):
-        assert (region, span) == (known[position], spans[position])
+    known, found = (
+        {
+            position: (region, span)
+            for position, region, span in zip(
+                *(made.cache.ledgers[0][name].tolist() for name in ("position", "region", "span")),
+                strict=True,
+            )
+        }
+        for made in (free, tight)
+    )
+    assert len(found) < len(known)
+    assert found.items() <= known.items()
     assert tight.report().seen_by_region == free.report().seen_by_region
 
 
