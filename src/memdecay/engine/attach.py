@@ -130,10 +130,11 @@ class Guard:
                 f"MemDecayCache for the model that runs."
             )
         switch, before = cache.attachment.switch, _running_forward()
-        if len(args) == 1:  # GPT-2 and GPT-NeoX
-            args, kwargs = (), {**kwargs, "input_ids": args[0]}
+        if len(args) == 1:  # GPT-2 and GPT-NeoX give the ids without their name
+            kwargs = {**kwargs, "input_ids": args[0]}
+        rest = args if len(args) > 1 else ()
         kwargs = cache.only_new(kwargs)
-        inputs = args[0] if args else kwargs.get("input_ids")
+        inputs = rest[0] if rest else kwargs.get("input_ids")
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
         forward = cache.begin(
             inputs.shape[0],
@@ -145,7 +146,7 @@ class Guard:
             switch.turn()
             try:
                 _running.forward = forward
-                output = own(*args, **kwargs)
+                output = own(*rest, **kwargs)
             finally:
                 _running.forward = before
                 switch.back()
