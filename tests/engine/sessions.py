@@ -15,8 +15,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from engine import families
+from engine.helpers import snapshot
 from memdecay.engine import Session
 from prompt.prompt_models import CORPUS, make_tokenizer
+
+NEVER = 9999
+"""An id that no model writes, to be the only one that ends an answer."""
 
 _WORDS = " ".join(CORPUS).split()
 
@@ -97,6 +101,17 @@ def failing(model: PreTrainedModel, at: int, error: type[BaseException]) -> Iter
         yield
     finally:
         handle.remove()
+
+
+def content(made: Session) -> dict[str, Tensor]:
+    """All of a cache that decides what comes: not what lies in its free slots."""
+    state = snapshot(made.cache)
+    for layer, pool in enumerate(made.cache.pools):
+        table = made.cache.table_of(layer)
+        state[f"pool{layer}"] = pool.kv[:, :, :, : table.width].clone()
+        state[f"index{layer}"] = table.index[:, : table.width].clone()
+        state[f"floor{layer}"] = torch.tensor(table.floor)
+    return state
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from engine.families import CONFIGS
 from engine.helpers import Record, kept, same, snapshot
 from engine.sessions import (
+    NEVER,
     assistant,
     full_logits,
     saying,
@@ -372,7 +373,7 @@ def test_a_stream_writes_what_generate_writes():
 def test_a_stream_closed_early_keeps_what_was_written():
     made = session()
     made.append([user(30)])
-    stream = made.stream(max_new_tokens=400, **{"eos_token_id": 0})
+    stream = made.stream(max_new_tokens=400, eos_token_id=NEVER)
     next(stream)
     stream.close()
     answer = made.conversation.messages[-1]
@@ -385,7 +386,7 @@ def test_a_stream_closed_early_keeps_what_was_written():
 def test_a_session_with_an_open_stream_can_do_nothing_else():
     made = session()
     made.append([user()])
-    stream = made.stream(max_new_tokens=200, eos_token_id=0)
+    stream = made.stream(max_new_tokens=200, eos_token_id=NEVER)
     next(stream)
     for use in (
         lambda: made.append([user()]),
@@ -403,7 +404,7 @@ def test_a_session_with_an_open_stream_can_do_nothing_else():
             use()
     stream.close()
     made.report()
-    stream = made.stream(max_new_tokens=2000, eos_token_id=0)
+    stream = made.stream(max_new_tokens=2000, eos_token_id=NEVER)
     next(stream)
     made.close()
     assert made.cache.nbytes == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +23,20 @@ class Frame:
         tokenizer: whose special tokens may end a turn.
 
     Attributes:
-        header: ids that open an answer; the model does not write them.
+        header: what opens an answer; the model does not write it.
         ends: the special token that the template closes an answer with, if it has one.
     """
 
     def __init__(
         self, empty: Callable[[], Conversation], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.header: list[int] = []
+        self._tokenizer = tokenizer
+        self.header = ""
         self.ends: frozenset[int] = frozenset()
         conversation = empty()
         try:
             conversation.append([{"role": "user", "content": "Hello."}])
-            self.header = conversation.generation_prompt().ids
+            self.header = conversation.generation_prompt().text
             text = conversation.append([{"role": "assistant", "content": _ANSWER}]).text
         except TraceError:  # it refuses these two, but perhaps not what the user says
             return
@@ -45,19 +46,31 @@ class Frame:
         special = [number for number in ids if number in known and known[number].special]
         self.ends = frozenset(special[:1])
 
+    def opening(self, ids: Sequence[int]) -> int:
+        """Return how many tokens of an answer are its header.
+
+        They are compared as text: a tokenizer may cut a header elsewhere when an answer follows.
+        """
+        count = 0
+        while count < len(ids) and self.header.startswith(
+            str(self._tokenizer.decode(list(ids[: count + 1])))
+        ):
+            count += 1
+        return count
+
 
 def targets(
     rendered: Rendered,
     roles: Mapping[int, str],
-    header: Sequence[int],
-    ends: frozenset[int],
+    frame: Frame,
+    ends: Collection[int],
 ) -> dict[int, int]:
     """Return offset in `rendered` -> message, of the tokens that the assistant itself wrote.
 
     Args:
         rendered: new tokens.
         roles: message -> role, of the messages that count.
-        header: ids that open an answer.
+        frame: what the template writes around an answer.
         ends: ids that end one; what the template writes after the last of them does not count.
     """
     found: dict[int, int] = {}
@@ -66,10 +79,7 @@ def targets(
         if role != "assistant" or not mine:
             continue
         first, last = mine[0].start, mine[-1].end
-        for opening in header:
-            if first == last or rendered.ids[first] != opening:
-                break
-            first += 1
+        first += frame.opening(rendered.ids[first:last])
         closing = [place for place in range(first, last) if rendered.ids[place] in ends]
         last = closing[-1] + 1 if closing else last
         found.update(dict.fromkeys(range(first, last), message))

@@ -393,7 +393,7 @@ class Session:
                 for index, message in enumerate(self.conversation.messages)
                 if index >= first
             }
-            wanted = targets(rendered, roles, self._framing().header, frozenset(self._ends()))
+            wanted = targets(rendered, roles, self._framing(), self._ends())
         scorer = Scorer(rendered.ids, wanted, self.cache.seen)
         self._run(rendered.ids, scorer)
         for name in rendered.regions:

@@ -46,7 +46,13 @@ class TimelineRecorder:
         self._snapshots = [shot for shot in self._snapshots if shot["event"] < count]
         self._pages = {page: life for page, life in self._pages.items() if page in mark["pages"]}
         self.turn, self._steps = mark["turn"], self._cache.steps
-        gone = [life for life in self._pages.values() if (life["evicted"] or 0) >= max(count, 1)]
+        ledger = self._cache.ledgers[0] if self._cache.ledgers else None
+        kept = set(ledger["page"].unique().tolist()) if ledger is not None else set()
+        gone = [
+            life
+            for page, life in self._pages.items()
+            if page not in kept and (life["evicted"] is None or life["evicted"] >= count)
+        ]
         if gone:
             self._event("evict")
             for life in gone:
