@@ -46,6 +46,7 @@ _COUNTERS = (
 )
 _SAMPLE = 'Grüße, {"flight": "HAT-204"}\n\n  def f(x):\treturn x**2  # 価格 €19.90 🙂'
 _TOKENS_COMPARED = 256
+_WEIGHTS_COMPARED = 64
 
 
 def save_session(session: Session, folder: str | os.PathLike[str]) -> None:
@@ -140,11 +141,14 @@ def load_session(
                 f"that was saved."
             )
         tensors = safetensors.torch.load_file(source / file, device=str(model.device))
-        return _restored(state, tensors, model, tokenizer)
+        try:
+            return _restored(state, tensors, model, tokenizer)
+        except MemDecayError as error:
+            raise SessionError(
+                f"The session in {str(source)!r} cannot be restored: {error}"
+            ) from error
     except SessionError:
         raise
-    except MemDecayError as error:
-        raise SessionError(f"The session in {str(source)!r} cannot be restored: {error}") from error
     except (
         OSError,
         ValueError,
@@ -181,13 +185,13 @@ def _check_same(
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what tells one model from another: its shape, and a digest of some weights."""
+    """Return what tells one model from another: its shape, and some of each weight."""
     config = model.config
-    digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters())[
-        :: max(1, len(list(model.parameters())) // 16)
-    ]:
-        digest.update(parameter.detach().flatten()[:256].float().cpu().numpy().tobytes())
+    some = [
+        parameter.detach().flatten()[:: max(1, parameter.numel() // _WEIGHTS_COMPARED)].float()
+        for _, parameter in sorted(model.named_parameters())
+    ]
+    digest = hashlib.sha256(torch.cat(some).cpu().numpy().tobytes())
     return {
         "model_type": config.model_type,
         "num_layers": config.num_hidden_layers,
@@ -306,10 +310,10 @@ def _restore_cache(
     cache.pools = []
     for layer in range(len(cache.layout.windows) if rows else 0):
         saved = tensors[f"pool.{layer}"]
-        _, pool_rows, heads, width, head_dim = saved.shape
+        _, pool_rows, heads, _, head_dim = saved.shape
         capacity = cache.table_of(layer).capacity
         pool = KVPool(pool_rows, heads, capacity, head_dim, saved.dtype, saved.device)
-        pool.kv[:, :, :, :width] = saved
+        _fill(pool.kv[:, :, :, : cache.table_of(layer).width], saved)
         cache.pools.append(pool)
     for row, ledger in enumerate(cache.ledgers):
         mark = dict(state["ledgers"][row])
@@ -317,17 +321,21 @@ def _restore_cache(
         ledger.back_to(mark)
         ledger.grow(cache.main.capacity)
         for name, column in ledger.columns.items():
-            column[: ledger.length] = tensors[f"ledger.{row}.{name}"]
-        ledger.queries[: ledger.length] = tensors[f"ledger.{row}.queries"]
+            _fill(column[: ledger.length], tensors[f"ledger.{row}.{name}"])
+        _fill(ledger.queries[: ledger.length], tensors[f"ledger.{row}.queries"])
 
 
 def _fill_table(table: SlotTable, index: Tensor, saved: Mapping[str, Any]) -> None:
-    width = index.shape[1]
-    if max(saved["lengths"]) != width:
-        raise SessionError("The saved session is damaged: its slot table has another length.")
     table.grow(saved["capacity"])
-    table.index[:, :width] = index
     table.lengths, table.floor = list(saved["lengths"]), saved["floor"]
+    _fill(table.index[:, : table.width], index)
+
+
+def _fill(into: Tensor, saved: Tensor) -> None:
+    """Copy, never broadcast or convert."""
+    if into.shape != saved.shape or into.dtype != saved.dtype:
+        raise ValueError(f"{tuple(saved.shape)} {saved.dtype}")
+    into.copy_(saved)
 
 
 def _path(folder: object) -> Path:
