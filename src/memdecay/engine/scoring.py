@@ -99,6 +99,16 @@ class Scorer:
         self._ids, self._targets, self._start = ids, targets, start
         self._parts: list[Scores] = []
 
+    def is_target(self, offset: int) -> bool:
+        """Return whether this token is scored."""
+        return offset in self._targets
+
+    def next_target(self, offset: int) -> int:
+        """Return the offset of the first scored token from `offset` on, or the end."""
+        return next(
+            (at for at in range(offset, len(self._ids)) if at in self._targets), len(self._ids)
+        )
+
     def rows(self, offset: int, count: int) -> list[int]:
         """Return the rows of a chunk whose logits are needed: before a target, and the last."""
         return [

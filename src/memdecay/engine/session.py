@@ -143,7 +143,8 @@ class Session:
             messages: OpenAI chat messages; a `region` on one or on a content part is its label.
             pin: never evict them, until `release`.
             score: say how well the model foresees the assistant's tokens (teacher forcing): those
-                after what the template opens an answer with, up to the one that ends it.
+                after what the template opens an answer with, up to the one that ends it. They are
+                read one by one, as decode steps.
 
         Raises:
             TraceError: a message is malformed, or the chat template refuses it.
@@ -402,15 +403,24 @@ class Session:
         return scorer.result()
 
     def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
-        """Run the next tokens through the model by chunks."""
+        """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
+
+        A scored token was once written by a model, so the clock and the policy treat it as such.
+        A policy that never evicts learns nothing from that, and reads everything by chunks.
+        """
         device = self.model.device
+        decode = scorer is not None and self.cache.policy.bounded
         if scorer is not None and self._last_logits is not None:
             scorer.add(self._last_logits[None], [0])
         offset = 0
-        self.cache.prefilling = True
         try:
             while offset < len(ids):
                 count = min(self._chunk(), len(ids) - offset)
+                if scorer is not None and decode:
+                    count = min(count, scorer.next_target(offset) - offset) or 1
+                    self.cache.prefilling = not scorer.is_target(offset)
+                else:
+                    self.cache.prefilling = True
                 rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
                 first = self.cache.seen
                 positions = torch.arange(first, first + count, device=device)
@@ -427,7 +437,7 @@ class Session:
                     scorer.add(logits, [offset + row + 1 for row in rows])
                 self._ids.extend(ids[offset : offset + count])
                 offset += count
-                if self._recorder is not None:
+                if self._recorder is not None and self.cache.prefilling:
                     self._recorder.prefilled()
         finally:
             self.cache.prefilling = False
