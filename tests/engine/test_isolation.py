@@ -349,7 +349,7 @@ def test_gradients_and_inference_mode_may_come_and_go(name: str, observe_every: 
     caches = [
         MemDecayCache(model, budget=64, page_size=4, observe_every=observe_every) for _ in range(2)
     ]
-    modes = [torch.no_grad, torch.enable_grad, lambda: torch.inference_mode(True)]
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
     for number, (start, end) in enumerate(BOUNDS):
         with torch.no_grad():
             expected = model(input_ids=ids[:, start:end], cache=caches[0]).logits
