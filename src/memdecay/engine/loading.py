@@ -138,8 +138,8 @@ def _load_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
                 f"{package}; pip install 'memdecay[gguf]' brings it."
             )
     folder = _cache_folder(file, dtype)
-    if (folder / "config.json").is_file():
-        # A folder that is damaged is made again, not trusted.
+    if folder.is_dir():
+        # One that is damaged is made again, not trusted.
         with contextlib.suppress(ModelError):
             return _load(str(folder), dtype, str(file))
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -37,7 +38,12 @@ class TimelineRecorder:
 
     def mark(self) -> dict[str, Any]:
         """Return what `back_to` needs to take back what is recorded from now on."""
-        return {"events": len(self._events), "turn": self.turn, "pages": set(self._pages)}
+        return {
+            "events": len(self._events),
+            "turn": self.turn,
+            "pages": set(self._pages),
+            "refreshed": set(self._refreshed),
+        }
 
     def back_to(self, mark: dict[str, Any]) -> None:
         """Take back what was recorded since `mark`, except that what was evicted is gone."""
@@ -46,6 +52,7 @@ class TimelineRecorder:
         self._snapshots = [shot for shot in self._snapshots if shot["event"] < count]
         self._pages = {page: life for page, life in self._pages.items() if page in mark["pages"]}
         self.turn, self._steps = mark["turn"], self._cache.steps
+        self._refreshed = mark["refreshed"]
         ledger = self._cache.ledgers[0] if self._cache.ledgers else None
         kept = set(ledger["page"].unique().tolist()) if ledger is not None else set()
         gone = [
@@ -73,8 +80,8 @@ class TimelineRecorder:
             "page_size": self._cache.page_size,
             "regions": list(names),
             "pages": pages,
-            "events": self._events,
-            "scores": self._snapshots,
+            "events": [dict(event) for event in self._events],
+            "scores": copy.deepcopy(self._snapshots),
         }
 
     def _event(self, kind: str) -> None:
