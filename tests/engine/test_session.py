@@ -31,6 +31,7 @@ from memdecay import Profile, RegionPolicy, Session, SessionError, TraceError
 from memdecay.policy import available, get_policy
 
 TEMPLATES = ("chatml", "smol", "qwen", "thinking", "llama3", "mistral", "gemma", "phi", "deepseek")
+REGIONS = ("scratchpad", "tool_in")
 NO_PROMPT = ("mistral", "parts", "by_index")
 
 
@@ -181,6 +182,34 @@ def test_generated_text_is_relabelled_once_it_is_known_what_it_is():
     assert made.pin(message=1) == sum(made.report().kept_by_region.values()) - int(
         (~torch.isin(spans, torch.tensor(made._spans_of[1]))).sum()
     )
+
+
+@pytest.mark.parametrize("template", ["qwen", "parts"])
+def test_each_part_of_an_answer_is_a_span_of_its_own(template):
+    made = session(template=template)
+    made.append([user()])
+    question = made.cache.seen
+    text = 'So.<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    made.generate(**saying(made, text))
+    ledger = made.cache.ledgers[0]
+    asked, answered = ledger["span"][:question], ledger["span"][question:]
+    assert int(answered.min()) > int(asked.max())
+    said, called = (ledger["region"][question:] == made.cache.profile.id(name) for name in REGIONS)
+    assert not set(answered[said].tolist()) & set(answered[called].tolist())
+    assert made.pin(message=0) == question
+
+
+def test_the_end_of_an_answer_belongs_to_it_when_another_follows():
+    made = session(template="qwen")
+    made.append([user()])
+    made.generate(**saying(made, "Oslo"))
+    before, start = made.report().seen_by_region, made.cache.seen
+    made.generate(**saying(made, '<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
+    closing = made.tokenizer("<|im_end|>\n", add_special_tokens=False)["input_ids"]
+    assert made._ids[start : start + len(closing)] == closing
+    after = made.report().seen_by_region
+    assert after["user"] - before["user"] == len(closing)
+    assert set(made._spans_of[1]) & set(made.cache.ledgers[0]["span"][start:].tolist())
 
 
 def test_every_token_keeps_its_label_whatever_is_evicted():

@@ -72,6 +72,16 @@ def test_the_first_token_after_an_earlier_append_is_scored(template):
     check(made, scores)
 
 
+def test_the_first_token_after_an_answer_is_scored():
+    made = session(template="parts")
+    made.append([user(5)])
+    made.generate(**saying(made, "Oslo<|im_end|>\n"), eos_token_id=NEVER)
+    start = made.cache.seen
+    scores = made.append([assistant(5)], score=True).scores
+    assert int(scores.position[0]) == start
+    check(made, scores)
+
+
 def test_what_the_model_itself_wrote_is_not_scored():
     made = session()
     made.append([user(5)])

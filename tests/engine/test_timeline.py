@@ -160,6 +160,17 @@ def test_a_failure_leaves_the_timeline_as_it_was():
     made.timeline()
 
 
+def test_refreshes_of_a_failed_answer_are_not_told():
+    made = session(budget=64, record_timeline=True)
+    made.append([user(20)])
+    made.generate(max_new_tokens=500, eos_token_id=NEVER)
+    for at in range(9, 13):
+        before = set(made._recorder._refreshed)
+        with failing(made.model, at, RuntimeError), pytest.raises(RuntimeError):
+            made.generate(max_new_tokens=20, eos_token_id=NEVER)
+        assert made._recorder._refreshed == before
+
+
 def test_an_empty_timeline_and_none():
     timeline = session(record_timeline=True).timeline()
     assert timeline["pages"] == timeline["events"] == timeline["scores"] == []
