@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from engine.sessions import (
     user,
 )
 from memdecay import BudgetError, TraceError
+from memdecay.engine.slots import KVPool
 
 ERRORS = (RuntimeError, KeyboardInterrupt)
 SLIDING = ("gemma3", "mistral_sliding", "qwen2_sliding", "gemma2")
@@ -150,6 +152,34 @@ def test_after_a_failure_with_evictions_the_session_is_exact(name):
     assert [event["index"] for event in timeline["events"]] == [*range(len(timeline["events"]))]
     seen = [event["seen"] for event in timeline["events"]]
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("at", [1, 4, 6])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral_sliding"])
+def test_a_ctrl_c_in_the_middle_of_an_eviction_does_not_cut_it_in_two(name, at, monkeypatch):
+    made = session(name, budget=64, prefill_chunk=8)
+    events = []
+    made.cache.on_evict = lambda what: events.append((made.cache.seen, what.position.tolist()))
+    made.append([system(4), user(30)])
+    before, start, old = state(made), made.cache.seen, kept(made.cache)
+    count, moves, move = len(events), itertools.count(1), KVPool.move
+
+    def interrupted(pool, what):
+        if next(moves) == at:
+            signal.raise_signal(signal.SIGINT)
+        move(pool, what)
+
+    monkeypatch.setattr(KVPool, "move", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        made.append([user(60, 5)])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert state(made) == before
+    check_pages(made)
+    events[count:] = [(start, sorted(set(old) - set(kept(made.cache))))]
+    made.append([user(3, 2)])
+    expected = oracle(made.model, torch.tensor([made._ids]), events)
+    assert torch.allclose(expected[-1], made._last_logits, atol=1e-4)
 
 
 def columns(made):

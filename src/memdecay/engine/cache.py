@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
+from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.slots import KVPool, SlotTable
 from memdecay.engine.support import Layout, check_supported
@@ -711,6 +712,7 @@ class MemDecayCache(AttachedCache):
                     capacity = min(capacity, max(need, self.budget))
                 self._grow(number, table, capacity)
 
+    @uninterrupted
     def _grow(self, number: int, table: SlotTable, capacity: int) -> None:
         """Give a table and its pools more slots; the table last, in case memory runs out."""
         for layer, pool in enumerate(self.pools):
@@ -732,6 +734,7 @@ class MemDecayCache(AttachedCache):
         for row, gone in zip(rows, plans, strict=True):
             self._drop(row, gone)
 
+    @uninterrupted
     def _slide(self, number: int, table: SlotTable, new: int) -> None:
         """Free the slots that left the window, once the table has no room for more.
 
@@ -751,6 +754,7 @@ class MemDecayCache(AttachedCache):
             else:
                 self._move(number, row, gone)
 
+    @uninterrupted
     def _drop(self, row: int, gone: Tensor) -> None:
         """Evict tokens of a row from every table, pool and ledger."""
         ledger = self.ledgers[row]
@@ -868,6 +872,7 @@ class MemDecayCache(AttachedCache):
             ledger.append(labels, now, arrival)
             left -= size
 
+    @uninterrupted
     def _rollback(self, count: int) -> None:
         """Forget the last `count` tokens seen, padding included, in every row."""
         keep_below = self.seen - count

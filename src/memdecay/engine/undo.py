@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache, _lasting
+from memdecay.engine.interrupts import uninterrupted
 
 _COUNTERS = ("steps", "observations", "_last_count", "_prompt_is_next")
 _EVICTIONS = ("evicted_tokens", "evicted_pages", "peak_tokens")
@@ -57,6 +58,7 @@ class Checkpoint:
         saved = [kv for entry in self._saved if entry is not None for kv in entry.kv]
         return sum(kv.numel() * kv.element_size() for kv in saved)
 
+    @uninterrupted
     @_lasting
     def restore(self) -> None:
         """Make the cache what it was, except that evicted tokens stay evicted (mutates it)."""
