@@ -417,6 +417,18 @@ def test_an_unwritable_folder(tmp_path):
         tmp_path.chmod(0o700)
 
 
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    made = session()
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(SessionError, match=r"cannot be saved to .*: Permission denied\."):
+        made.save(tmp_path / "one")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_pickled(saved):
     folder = saved[1]
     for file in folder.iterdir():
