@@ -21,8 +21,7 @@ POLICIES = ("full", "streaming", "memdecay")
 """What the demo compares."""
 
 _ANSWER_TOKENS = 24
-_CLOCK = "tokens"
-"""A recorded turn is read, not written, so no decode step passes: every token is a step here."""
+_CLOCK = "steps"
 
 
 def play_demo(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict[str, Any], str]:
@@ -96,7 +95,7 @@ def _episode(
         with count_tokens(model, lambda count: progress.advance(reading, count)):
             for turn in split_turns(episode.messages):
                 start = session.report().seen_tokens
-                session.append(turn.messages)
+                session.append(turn.messages, score=True)  # so that the steps are decode steps
                 end = session.report().seen_tokens
                 marks.append(TurnMark(turn.index, turn.label, start, end))
         progress.remove_task(reading)

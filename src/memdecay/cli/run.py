@@ -31,8 +31,8 @@ def run(
     retriever: _options.Retrievers = None,
     profile: _options.ProfilePath = None,
     clock: Annotated[
-        str, typer.Option(help="What ages a token: every token read, or decode steps only.")
-    ] = "tokens",
+        str, typer.Option(help="What ages a token: decode steps, or tokens (every token seen).")
+    ] = "steps",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Stop before the turn that passes this many tokens.")
     ] = None,
@@ -45,8 +45,8 @@ def run(
 
     Reports what is kept of each region after every turn, and what eviction cost on the
     assistant's tokens against the full cache: the change in negative log-likelihood per token
-    and how often the most likely token stays the same. Recorded turns are read, not written, so
-    no decode steps pass in a replay: with --clock steps nothing decays.
+    and how often the most likely token stays the same. The assistant's tokens are read one by
+    one, as decode steps, as if the model were writing them.
     """
     from memdecay.prompt import load_trace
 
