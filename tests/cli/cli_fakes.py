@@ -104,6 +104,9 @@ class FakeSession:
     def close(self) -> None:
         pass
 
+    def check(self, messages: Any) -> None:
+        pass
+
     def append(self, messages: Any, *, score: bool = False, **_: Any) -> Any:
         nll, top1, target, position, of = [], [], [], [], []
         start = len(self.tokens)

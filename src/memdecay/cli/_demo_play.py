@@ -15,6 +15,7 @@ from memdecay.cli._timeline import Timeline
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from memdecay.engine import Session
     from memdecay.policy.base import Policy
 
 POLICIES = ("full", "streaming", "memdecay")
@@ -43,6 +44,9 @@ def play_demo(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict
         progress.remove_task(loading)
         ids = _read(tokenizer, episode)
         budget = asked.resolve(len(ids))
+        for policy in chosen.values():
+            with _session(model, tokenizer, policy, budget, episode) as session:
+                session.check(episode.messages)
         views: list[PolicyView] = []
         marks: list[TurnMark] = []
         seconds: dict[str, float] = {}
@@ -69,6 +73,20 @@ def play_demo(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict
     return result, _page(result, views, marks, ids, tokenizer)
 
 
+def _session(model: Any, tokenizer: Any, policy: Policy, budget: int, episode: Episode) -> Session:
+    from memdecay.engine import Session
+
+    return Session(
+        model,
+        tokenizer,
+        budget=budget if policy.bounded else None,
+        policy=policy,
+        clock=_CLOCK,
+        retrievers=episode.retrievers,
+        record_timeline=True,
+    )
+
+
 def _episode(
     model: Any,
     tokenizer: Any,
@@ -79,19 +97,9 @@ def _episode(
     progress: Progress,
 ) -> tuple[PolicyView, list[TurnMark]]:
     """Play the episode under one policy and ask every probe on a copy."""
-    from memdecay.engine import Session
-
     reading = progress.add_task(f"{policy.name}: reading the episode", total=total)
     marks: list[TurnMark] = []
-    with Session(
-        model,
-        tokenizer,
-        budget=budget if policy.bounded else None,
-        policy=policy,
-        clock=_CLOCK,
-        retrievers=episode.retrievers,
-        record_timeline=True,
-    ) as session:
+    with _session(model, tokenizer, policy, budget, episode) as session:
         with count_tokens(model, lambda count: progress.advance(reading, count)):
             for turn in split_turns(episode.messages):
                 start = session.report().seen_tokens

@@ -17,6 +17,7 @@ from memdecay.cli._timeline import Timeline
 from memdecay.errors import MemDecayError
 
 if TYPE_CHECKING:
+    from memdecay.engine import Session
     from memdecay.policy.base import Policy
     from memdecay.prompt import Trace
     from memdecay.regions import Profile
@@ -80,7 +81,9 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         progress.remove_task(loading)
         turns, ids = _cut(request, tokenizer)
         budget = request.budget.resolve(len(ids))
-        # The reference comes last: a budget that cannot hold the pins is found out before it.
+        for policy in request.policies.values():
+            with _session(model, tokenizer, request, policy, budget) as session:
+                session.check([message for turn in turns for message in turn.messages])
         full = _options.policies(["full"])["full"]
         done = {
             policy.name: _replay(model, tokenizer, request, policy, budget, turns, ids, progress)
@@ -143,6 +146,22 @@ def _cut(request: Request, tokenizer: Any) -> tuple[list[Turn], list[int]]:
     return turns, ids
 
 
+def _session(model: Any, tokenizer: Any, request: Request, policy: Policy, budget: int) -> Session:
+    from memdecay.engine import Session
+
+    return Session(
+        model,
+        tokenizer,
+        budget=budget if policy.bounded else None,
+        policy=policy,
+        profile=request.profile,
+        clock=request.clock,
+        retrievers=request.retrievers,
+        tools=request.trace.tools or None,
+        record_timeline=True,
+    )
+
+
 def _replay(
     model: Any,
     tokenizer: Any,
@@ -153,21 +172,9 @@ def _replay(
     ids: Sequence[int],
     progress: Progress,
 ) -> _Done:
-    from memdecay.engine import Session
-
     began = time.perf_counter()
     task = progress.add_task(f"{policy.name}: {len(turns)} turns", total=len(ids))
-    with Session(
-        model,
-        tokenizer,
-        budget=budget if policy.bounded else None,
-        policy=policy,
-        profile=request.profile,
-        clock=request.clock,
-        retrievers=request.retrievers,
-        tools=request.trace.tools or None,
-        record_timeline=True,
-    ) as session:
+    with _session(model, tokenizer, request, policy, budget) as session:
         with count_tokens(model, lambda count: progress.advance(task, count)):
             played = play(session, turns, done=lambda seen: progress.update(task, completed=seen))
         report = session.report().to_dict()

@@ -158,6 +158,17 @@ class Session:
             scores = self._read(rendered, undo, first=first, pin=pin, score=score)
         return AppendResult(len(rendered), rendered.spans, rendered.notes, scores)
 
+    def check(self, messages: Sequence[Mapping[str, Any]], *, pin: bool = False) -> None:
+        """Refuse messages that `append` would refuse; nothing is run and nothing changes.
+
+        Raises:
+            TraceError, BudgetError: as `append`.
+        """
+        conversation = self.conversation.copy()
+        rendered = conversation.append(messages)
+        first = len(self.conversation.messages)
+        check_pins(self.cache, rendered.regions, self._pins(rendered, first=first, pin=pin))
+
     def generate(
         self, *, max_new_tokens: int = 256, stop: str | Sequence[str] | None = None, **options: Any
     ) -> Generated:
@@ -373,10 +384,7 @@ class Session:
         """Run labelled tokens; `first` is the index of the first new message."""
         if not rendered.ids:
             return None
-        pins = [
-            name in self._pinned_regions or (pin and rendered.spans[index].message >= first)
-            for name, index in zip(rendered.regions, rendered.span_index, strict=True)
-        ]
+        pins = self._pins(rendered, first=first, pin=pin)
         check_pins(self.cache, rendered.regions, pins)
         undo.watch(len(rendered))
         spans = [self._next_span + index for index in rendered.span_index]
@@ -401,6 +409,13 @@ class Session:
             self._seen_by_region[name] += 1
         self._number(rendered)
         return scorer.result()
+
+    def _pins(self, rendered: Rendered, *, first: int, pin: bool) -> list[bool]:
+        """Return which tokens are pinned by hand, if messages from `first` on are (`pin`)."""
+        return [
+            name in self._pinned_regions or (pin and rendered.spans[index].message >= first)
+            for name, index in zip(rendered.regions, rendered.span_index, strict=True)
+        ]
 
     def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
         """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
