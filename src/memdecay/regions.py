@@ -108,7 +108,7 @@ class Profile:
         ProfileError: a name or a value is not valid.
     """
 
-    __slots__ = ("_names", "_policies", "_provenance", "_source")
+    __slots__ = ("_names", "_policies", "_provenance", "_source", "_tensors")
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class Profile:
         self._policies = tuple(merged.values())
         self._provenance = _plain({} if provenance is None else provenance, _PROVENANCE)
         self._source: str | None = None
+        self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
     def default(cls) -> Profile:
@@ -193,11 +194,16 @@ class Profile:
             base_priority (num_regions,) float32; decay_rate (num_regions,) float32, in 1/step;
             pinned (num_regions,) bool.
         """
-        return (
-            torch.tensor(self.base_priority, dtype=torch.float32, device=device),
-            torch.tensor(self.decay_rate, dtype=torch.float32, device=device),
-            torch.tensor(self.pinned, dtype=torch.bool, device=device),
-        )
+        key = str(device)  # copying is a tenth of building, and evictions ask often
+        if key not in self._tensors:
+            with torch.inference_mode(False):
+                self._tensors[key] = (
+                    torch.tensor(self.base_priority, dtype=torch.float32, device=device),
+                    torch.tensor(self.decay_rate, dtype=torch.float32, device=device),
+                    torch.tensor(self.pinned, dtype=torch.bool, device=device),
+                )
+        base_priority, decay_rate, pinned = self._tensors[key]
+        return base_priority.clone(), decay_rate.clone(), pinned.clone()
 
     def with_region(self, name: str, policy: RegionPolicy) -> Profile:
         """Return a profile in which one region is replaced or added; this one is unchanged.

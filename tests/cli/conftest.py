@@ -49,7 +49,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             new = [word for message in messages for word in words(message)]
             start = len(self.tokenizer.words)
             self.tokenizer.words += new
-            return SimpleNamespace(ids=list(range(start, start + len(new))))
+            return SimpleNamespace(ids=list(range(start, start + len(new))), notes=[])
 
     monkeypatch.setattr(
         memdecay.engine, "load_model", lambda name: (FakeModel(), FakeTokenizer()), raising=False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import memdecay.engine
+import memdecay.prompt
 from memdecay.cli import _terminal, demo, doctor, label, policies, run
 from memdecay.policy.registry import available
 
@@ -154,14 +155,14 @@ class TestRun:
     def test_a_note_is_said_once(
         self, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        append = memdecay.engine.Session.append
+        append = memdecay.prompt.Conversation.append
 
-        def noting(self: object, *args: object, **options: object) -> object:
-            result = append(self, *args, **options)  # type: ignore[arg-type]
+        def noting(self: object, messages: object) -> object:
+            result = append(self, messages)  # type: ignore[arg-type]
             result.notes = ["odd template"]
             return result
 
-        monkeypatch.setattr(memdecay.engine.Session, "append", noting)
+        monkeypatch.setattr(memdecay.prompt.Conversation, "append", noting)
         _, out, _ = command("run", "trace.json", "--compare", "streaming", "--json")
         assert json.loads(out)["notes"] == ["odd template"]
 

@@ -19,7 +19,7 @@ from memdecay.errors import MemDecayError
 if TYPE_CHECKING:
     from memdecay.engine import Session
     from memdecay.policy.base import Policy
-    from memdecay.prompt import Trace
+    from memdecay.prompt import Conversation, Trace
     from memdecay.regions import Profile
 
 
@@ -80,16 +80,18 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         model, tokenizer = load_model(request.model)
         progress.remove_task(loading)
         turns, ids = _cut(request, tokenizer)
+        messages = [message for turn in turns for message in turn.messages]
         budget = request.budget.resolve(len(ids))
         for policy in request.policies.values():
             with _session(model, tokenizer, request, policy, budget) as session:
-                session.check([message for turn in turns for message in turn.messages])
+                session.check(messages)
         full = _options.policies(["full"])["full"]
         done = {
             policy.name: _replay(model, tokenizer, request, policy, budget, turns, ids, progress)
             for policy in {**request.policies, "full": full}.values()
         }
-    notes = _notes(request, model, done, len(ids))
+    template = _conversation(request, tokenizer).append(messages).notes
+    notes = _notes(request, model, done["full"].play, len(ids), template)
     reference = done["full"].play
     per_policy = {
         name: _result(name, request.policies[name], done[name], reference, budget)
@@ -115,20 +117,24 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
     return result, page
 
 
+def _conversation(request: Request, tokenizer: Any) -> Conversation:
+    from memdecay.prompt import Conversation
+
+    return Conversation(
+        tokenizer,
+        retrievers=request.retrievers,
+        tools=request.trace.tools or None,
+        profile=request.profile,
+    )
+
+
 def _cut(request: Request, tokenizer: Any) -> tuple[list[Turn], list[int]]:
     """Return the turns to replay and their ids.
 
     Raises:
         MemDecayError: not even the first turn fits `max_tokens`, or the trace is malformed.
     """
-    from memdecay.prompt import Conversation
-
-    conversation = Conversation(
-        tokenizer,
-        retrievers=request.retrievers,
-        tools=request.trace.tools or None,
-        profile=request.profile,
-    )
+    conversation = _conversation(request, tokenizer)
     turns: list[Turn] = []
     ids: list[int] = []
     for turn in split_turns(request.trace.messages)[: request.max_turns]:
@@ -208,7 +214,9 @@ def _mean_nll(play: Play) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _notes(request: Request, model: Any, done: Mapping[str, _Done], seen: int) -> list[str]:
+def _notes(
+    request: Request, model: Any, reference: Play, seen: int, template: Sequence[str]
+) -> list[str]:
     """Return what a reader must know before believing the numbers."""
     notes: list[str] = []
     trained = getattr(model.config, "max_position_embeddings", None)
@@ -218,12 +226,9 @@ def _notes(request: Request, model: Any, done: Mapping[str, _Done], seen: int) -
             f"{request.model} was trained for: what it predicts there is not to be trusted, with "
             f"or without eviction."
         )
-    if not any(len(turn.nll) for turn in done["full"].play.turns):
+    if not any(len(turn.nll) for turn in reference.turns):
         notes.append("The trace has no assistant tokens to score, so the cost is not known.")
-    notes += request.trace.notes
-    for one in done.values():
-        notes += one.play.notes
-    return list(dict.fromkeys(notes))
+    return list(dict.fromkeys([*notes, *request.trace.notes, *template]))
 
 
 def _page(

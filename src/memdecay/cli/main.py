@@ -86,7 +86,8 @@ def main() -> None:
 
 def _fail(message: str) -> int:
     sentence = " ".join(message.split())
-    print(f"memdecay: {sentence}", file=sys.stderr)
+    if sentence:  # a bare `memdecay` has printed its help, and there is nothing to add
+        print(f"memdecay: {sentence}", file=sys.stderr)
     return 2
 
 

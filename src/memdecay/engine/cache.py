@@ -467,6 +467,14 @@ class MemDecayCache(AttachedCache):
         """Bytes of the pools: what the KV holds of memory, used or not."""
         return sum(pool.nbytes for pool in self.pools)
 
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes of keys and values in use when most tokens were kept, without free slots."""
+        return sum(
+            pool.nbytes * min(self.peak_tokens, table.capacity) // table.capacity
+            for pool, table in ((pool, self.table_of(n)) for n, pool in enumerate(self.pools))
+        )
+
     # A forward
 
     def only_new(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class Report:
         evicted_tokens: tokens evicted so far.
         evicted_pages: pages evicted so far.
         kv_bytes: bytes allocated for keys and values.
-        peak_kv_bytes: the most that ever were.
+        peak_kv_bytes: bytes of keys and values in use at the peak; free slots do not count, as the
+            system gives them no memory before they are written.
         page_size: tokens a page.
         clock: "steps" or "tokens".
         steps: decode steps so far.

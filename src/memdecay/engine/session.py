@@ -283,7 +283,7 @@ class Session:
             evicted_tokens=cache.evicted_tokens,
             evicted_pages=cache.evicted_pages,
             kv_bytes=cache.nbytes,
-            peak_kv_bytes=max(self._peak_bytes, cache.nbytes),
+            peak_kv_bytes=max(self._peak_bytes, cache.peak_nbytes),
             page_size=cache.page_size,
             clock=cache.clock,
             steps=cache.steps,
@@ -686,7 +686,7 @@ class Session:
             undo.restore()
             raise
         finally:
-            used = self.cache.nbytes + undo.nbytes
+            used = self.cache.peak_nbytes + undo.nbytes
             self._peak_bytes = max(self._peak_bytes, used)
         if self._recorder is not None:
             self._recorder.turn += 1

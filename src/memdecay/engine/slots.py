@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_FEW_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,21 @@ class Move:
     holes: Tensor | None = None
     movers: Tensor | None = None
     order: Tensor | None = None
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The (first hole, first mover, count) of tokens that move side by side."""
+        if self.holes is None or self.movers is None or not len(self.holes):
+            return []
+        both = torch.stack([self.holes, self.movers])
+        breaks = (both.diff(dim=1) != 1).any(0).nonzero().flatten() + 1
+        starts = [0, *breaks.tolist()]
+        ends = [*starts[1:], len(self.holes)]
+        firsts = both[:, starts].tolist()
+        return [
+            (hole, mover, end - start)
+            for hole, mover, start, end in zip(*firsts, starts, ends, strict=True)
+        ]
 
 
 class SlotTable:
@@ -212,7 +230,10 @@ class KVPool:
         row = self.kv[:, move.row]
         if move.order is not None:
             row[:, :, : move.length] = row.index_select(2, move.order)
-        elif move.holes is not None and move.movers is not None and len(move.holes):
+        elif len(move.runs) <= _FEW_RUNS:  # evicted pages: a few slices cost less than indexing
+            for hole, mover, count in move.runs:
+                row[:, :, hole : hole + count] = row[:, :, mover : mover + count]
+        elif move.holes is not None and move.movers is not None:
             row.index_copy_(2, move.holes, row.index_select(2, move.movers))
 
     def grow(self, capacity: int, used: int) -> None:

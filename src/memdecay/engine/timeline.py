@@ -131,7 +131,7 @@ class TimelineRecorder:
                     str(page): round(value, 4)
                     for page, value in zip(first.tolist(), share, strict=True)
                 },
-                "refreshed": sorted(self._refreshed),
+                "refreshed": sorted(self._refreshed & set(first.tolist())),
             }
         )
         self._refreshed.clear()
@@ -142,7 +142,8 @@ class TimelineRecorder:
             for number, snapshot in enumerate(self._snapshots):
                 carried |= set(snapshot["refreshed"])
                 if number % 2 == 0:
-                    kept.append({**snapshot, "refreshed": sorted(carried)})
+                    there = {int(page) for page in snapshot["page_scores"]}
+                    kept.append({**snapshot, "refreshed": sorted(carried & there)})
                     carried = set()
             self._refreshed |= carried
             self._snapshots = kept
