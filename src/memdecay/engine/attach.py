@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.errors import ModelError
 
 IMPLEMENTATION = "memdecay"
@@ -78,14 +79,17 @@ class Switch:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.original: str = config._attn_implementation
+        own = config._attn_implementation
+        # A model that was copied in the middle of a forward may still have ours.
+        self.original: str = "sdpa" if own == IMPLEMENTATION else own
         self._users = 0
 
     def turn(self) -> None:
         """Use memdecay's attention until `back`, which must be called as often."""
         with _lock:
             if self._users == 0:
-                self.original = self.config._attn_implementation
+                if self.config._attn_implementation != IMPLEMENTATION:
+                    self.original = self.config._attn_implementation
                 self.config._attn_implementation_internal = IMPLEMENTATION
             self._users += 1
 
@@ -136,24 +140,27 @@ class Guard:
         kwargs = cache.only_new(kwargs)
         inputs = rest[0] if rest else kwargs.get("input_ids")
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
-        forward = cache.begin(
-            inputs.shape[0],
-            inputs.shape[1],
-            kwargs.get("attention_mask"),
-            kwargs.get("position_ids"),
-        )
-        try:
-            switch.turn()
+        # A Ctrl-C is let through only while the model runs: what is around it is done in whole.
+        with HeldInterrupts() as held:
+            forward = cache.begin(
+                inputs.shape[0],
+                inputs.shape[1],
+                kwargs.get("attention_mask"),
+                kwargs.get("position_ids"),
+            )
             try:
-                _running.forward = forward
-                output = own(*rest, **kwargs)
-            finally:
-                _running.forward = before
-                switch.back()
-            cache.end(forward)
-        except BaseException:
-            cache.abort(forward)
-            raise
+                switch.turn()
+                try:
+                    _running.forward = forward
+                    with held.delivered():
+                        output = own(*rest, **kwargs)
+                finally:
+                    _running.forward = before
+                    switch.back()
+                cache.end(forward)
+            except BaseException:
+                cache.abort(forward)
+                raise
         return output
 
 

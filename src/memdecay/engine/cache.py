@@ -25,6 +25,7 @@ from memdecay.policy import Policy, get_policy
 from memdecay.regions import Profile
 
 _FIRST_CAPACITY = 256
+_MOST_AT_ONCE = 8192
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -196,6 +197,8 @@ class MemDecayCache(AttachedCache):
         if not isinstance(self.policy, Policy):
             raise MemDecayError(f"policy is {policy!r}, but it must be a policy or its name.")
         self.profile = Profile.default() if profile is None else profile
+        if not isinstance(self.profile, Profile):
+            raise MemDecayError(f"profile is {profile!r}, but it must be a Profile or None.")
         _check_choice("align", align, (None, "region"))
         _check_choice("clock", clock, ("steps", "tokens"))
         _check_integer("page_size", page_size, 1)
@@ -626,7 +629,8 @@ class MemDecayCache(AttachedCache):
     def _make_tables(self, rows: int) -> None:
         self.rows = rows
         device = self.layout.device
-        capacity = self.budget or _FIRST_CAPACITY
+        # A large budget is allocated as it fills: it may be far more than will ever be read.
+        capacity = min(self.budget, _MOST_AT_ONCE) if self.budget else _FIRST_CAPACITY
         self.tables = [
             SlotTable(rows, self._capacity(window, capacity), window, device)
             for window in self.layout.table_windows

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.pins import check_pins
 from memdecay.engine.report import AppendResult, Generated, Report, Scores
 from memdecay.engine.scoring import Frame, Scorer, targets
@@ -30,6 +31,7 @@ from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
 
 _OURS = (
+    "generation_config",
     "inputs",
     "input_ids",
     "inputs_embeds",
@@ -507,7 +509,7 @@ class Session:
                     f"model.generate."
                 )
         for name in _ROWS:
-            if options.get(name, 1) != 1:
+            if options.get(name) not in (None, 1):
                 raise SessionError(
                     f"{name} is {options[name]!r}, but a session holds one sequence, so it must "
                     f"be 1; for more, pass a MemDecayCache to model.generate."
@@ -665,16 +667,18 @@ class Session:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Refuse a second use of the session while there is one."""
-        if not self._lock.acquire(blocking=False):
-            raise SessionError(
-                "The session is in use; exhaust or close its stream first, and use it in one "
-                "thread at a time."
-            )
-        try:
-            yield
-        finally:
-            self._writing = None
-            self._lock.release()
+        with HeldInterrupts() as held:
+            if not self._lock.acquire(blocking=False):
+                raise SessionError(
+                    "The session is in use; exhaust or close its stream first, and use it in one "
+                    "thread at a time."
+                )
+            try:
+                with held.delivered():
+                    yield
+            finally:
+                self._writing = None
+                self._lock.release()
 
     @contextlib.contextmanager
     def _undo(self) -> Iterator[_Undo]:
