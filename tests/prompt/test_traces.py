@@ -219,7 +219,7 @@ BROKEN = {
     "no JSON": ("hello", "is not JSON"),
     "cut off": ('[{"role": "user"', "is not JSON"),
     "line 2": ('{"role": "user", "content": "x"}\n{oops', "line 2 is not JSON"),
-    "number": ("3", "a int is no trace"),
+    "number": ("3", "3 is no trace"),
     "empty list": ("[]", "messages is empty"),
     "empty messages": ('{"messages": []}', "messages is empty"),
     "empty mapping": ("{}", "no fields"),

@@ -124,7 +124,7 @@ def _convert(item: Any, is_lines: bool, path: Path) -> Trace:
     if isinstance(item, list):
         return Trace(name, item, format="openai-jsonl" if is_lines else "openai")
     if not isinstance(item, Mapping):
-        raise TraceError(f"a {type(item).__name__} is no trace, it must be {_ALLOWED}.")
+        raise TraceError(f"{item!r:.60} is no trace, it must be {_ALLOWED}.")
     if isinstance(item.get("messages"), list):
         return _openai(item, name, is_lines)
     if isinstance(item.get("history"), list):
@@ -137,7 +137,8 @@ def _convert(item: Any, is_lines: bool, path: Path) -> Trace:
         return Trace(name, [dict(item)], format="openai-jsonl" if is_lines else "openai")
     fields = ", ".join(sorted(str(key) for key in item)[:6]) or "no fields"
     raise TraceError(
-        f"a mapping with {fields} is no trace, it must have messages, history, trajectory or traj."
+        f"a mapping with {fields} is no trace, it must have a list of messages, history, "
+        f"trajectory or traj."
     )
 
 
