@@ -29,3 +29,7 @@ class PolicyError(MemDecayError):
 
 class SessionError(MemDecayError):
     """A session or a saved session that cannot be used as asked."""
+
+
+class StudyError(MemDecayError):
+    """A scenario, a setting or recorded rows are not usable."""
