@@ -16,6 +16,7 @@ import memdecay.engine
 import memdecay.prompt
 from memdecay.cli import _terminal, demo, doctor, label, policies, run
 from memdecay.policy.registry import available
+from memdecay.provenance import versions
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -346,7 +347,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 
 def test_the_version_is_the_package_version(command: Command) -> None:
     code, out, _ = command("--version")
-    assert code == 0 and out == f"memdecay {_terminal.versions()['memdecay']}\n"
+    assert code == 0 and out == f"memdecay {versions()['memdecay']}\n"
 
 
 def test_a_terminal_without_unicode_gets_no_traceback(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from memdecay.cli import demo, doctor, label, policies, run
-from memdecay.cli._terminal import versions
+from memdecay.provenance import versions
 from memdecay.errors import MemDecayError
 
 app = typer.Typer(

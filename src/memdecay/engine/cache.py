@@ -18,7 +18,7 @@ from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Labels, Ledger
-from memdecay.engine.slots import KVPool, SlotTable
+from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import Policy, get_policy
@@ -928,6 +928,66 @@ class MemDecayCache(AttachedCache):
         other._slabs = {}
         other._running = other._rollback_point = None
         other.on_evict = other.on_observe = None
+        return other
+
+    @_lasting
+    def branch(self, kept: Sequence[Tensor], *, row: int = 0) -> MemDecayCache:
+        """Return a new cache with a sequence for each keep set, all of them this row so far.
+
+        As many copies of the row would be, with what is not in its keep set evicted from each;
+        only what is kept is copied. The sequences go on as rows of one batch, so a forward reads
+        the weights once for all of them.
+
+        Args:
+            kept: for each new sequence the true positions to keep, `(n,)` int64; those that the
+                row does not hold are passed over.
+            row: which sequence of this cache.
+
+        Raises:
+            MemDecayError: there is no keep set, or one of them is empty.
+        """
+        base = self._ledger(row)
+        self._release_queries(row)
+        slots = []
+        for number, positions in enumerate(kept):
+            wanted = positions.to(self.layout.device, torch.int64)
+            slots.append(torch.isin(base["position"], wanted).nonzero().flatten())
+            if not len(slots[-1]):
+                raise MemDecayError(f"kept[{number}] holds no token of row {row}.")
+        if not slots:
+            raise MemDecayError("kept is empty, but it must hold at least one keep set.")
+        other = MemDecayCache.__new__(MemDecayCache)
+        other.__dict__.update(self.__dict__)
+        other.layers = [
+            PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
+        ]
+        other.rows = len(slots)
+        other.ledgers = [base.copy() for _ in slots]
+        for ledger, chosen in zip(other.ledgers, slots, strict=True):
+            ledger.move(Move(0, len(chosen), order=chosen))
+        other._labels = []
+        other._padding = [[*self._padding[row]] for _ in slots]
+        other._slabs = {}
+        other._running = other._rollback_point = None
+        other.on_evict = other.on_observe = None
+        other.peak_tokens = max(len(chosen) for chosen in slots)
+        indices = [self.main.index[row, chosen] for chosen in slots]
+        places = [
+            [
+                torch.isin(table.index[row, : table.lengths[row]], one).nonzero().flatten()
+                for one in indices
+            ]
+            if table is not self.main
+            else slots
+            for table in self.tables
+        ]
+        other.tables = [
+            table.branch(row, chosen) for table, chosen in zip(self.tables, places, strict=True)
+        ]
+        other.pools = [
+            pool.branch(row, places[table], other.tables[table].capacity)
+            for pool, table in zip(self.pools, self.layout.table, strict=True)
+        ]
         return other
 
     def __copy__(self) -> MemDecayCache:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _FEW_RUNS = 8
+_ROOM = 64
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,16 @@ class SlotTable:
         self.index = self.index.index_select(0, rows.to(self.index.device))
         self.lengths = [self.lengths[row] for row in rows.tolist()]
 
+    def branch(self, row: int, slots: Sequence[Tensor]) -> SlotTable:
+        """Return a table with a row for each set of slots of one row of this table."""
+        lengths = [len(chosen) for chosen in slots]
+        other = SlotTable(len(slots), max(lengths) + _ROOM, self.window, self.index.device)
+        other.floor = self.floor
+        for number, chosen in enumerate(slots):
+            other.index[number, : len(chosen)] = self.index[row, chosen]
+        other.lengths = lengths
+        return other
+
     def copy(self) -> SlotTable:
         """An independent copy."""
         other = SlotTable.__new__(SlotTable)
@@ -251,6 +263,15 @@ class KVPool:
             self.kv[:, :, :, :used] = self.kv[:, :, :, :used].index_select(1, rows)
         else:
             self.kv = self.kv.index_select(1, rows)
+
+    def branch(self, row: int, slots: Sequence[Tensor], capacity: int) -> KVPool:
+        """Return a pool with a row for each set of slots of one row of this pool."""
+        two, _, heads, _, head_dim = self.kv.shape
+        other = KVPool.__new__(KVPool)
+        other.kv = self.kv.new_zeros(two, len(slots), heads, capacity, head_dim)
+        for number, chosen in enumerate(slots):
+            other.kv[:, number, :, : len(chosen)] = self.kv[:, row].index_select(2, chosen)
+        return other
 
     def copy(self) -> KVPool:
         """An independent copy."""
