@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.families import CONFIGS, make, tokens
 
+from engine.families import CONFIGS, make, tokens
 from memdecay.engine import MemDecayCache
 from memdecay.errors import MemDecayError
 

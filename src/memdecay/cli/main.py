@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from memdecay.cli import demo, doctor, label, policies, run
-from memdecay.provenance import versions
 from memdecay.errors import MemDecayError
+from memdecay.provenance import versions
 
 app = typer.Typer(
     name="memdecay",

@@ -1,4 +1,4 @@
-"""Scenarios: agent conversations with planted facts, written as data, checked when they are read."""
+"""Scenarios: agent conversations with planted facts, written as data, checked when read."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def load_scenario(source: str | Path) -> list[Episode]:
     """
     name = str(source)
     if name in builtin_scenarios():
-        text = resources.files("memdecay.study").joinpath(f"scenarios/{name}.yaml").read_text("utf-8")
+        folder = resources.files("memdecay.study").joinpath("scenarios")
+        text = folder.joinpath(f"{name}.yaml").read_text("utf-8")
     else:
         try:
             text = Path(source).expanduser().read_text("utf-8")
