@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from memdecay.cli import demo, doctor, label, policies, run
+from memdecay.cli import calibrate, demo, doctor, label, policies, run
 from memdecay.errors import MemDecayError
 from memdecay.provenance import versions
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, run, label, policies, doctor):
+for command in (demo, run, calibrate, label, policies, doctor):
     name = command.__name__.rpartition(".")[2]
     function = getattr(command, name)
     # The lines of a docstring are as long as the source likes; help is as wide as the terminal.

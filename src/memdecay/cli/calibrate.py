@@ -1,0 +1,229 @@
+"""`memdecay calibrate`: measure how long each region is attended to, and write a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.text import Text
+
+from memdecay.cli import _look, _options, _terminal
+from memdecay.errors import MemDecayError
+from memdecay.provenance import commit, versions
+
+if TYPE_CHECKING:
+    from memdecay.calibration.curves import Curves
+    from memdecay.calibration.fit import Fit
+    from memdecay.calibration.player import Script
+
+EXAMPLE = "memdecay calibrate short --model smollm2 -o profile.yaml --figure lifetimes.svg"
+
+
+def calibrate(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            help="Trace files, folders of them, scenario files (.yaml), or short and long for the "
+            "built-in episodes."
+        ),
+    ],
+    model: _options.Model = "smollm2",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path(
+        "profile.yaml"
+    ),
+    burst: Annotated[
+        int, typer.Option(min=0, help="Decode steps that are observed after each trace.")
+    ] = 48,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cut each trace before the turn that passes this many tokens."),
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw the curves here: .svg, .png or .pdf.")
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            "--work",
+            help="Folder of the measured curves, from which a run that was ended goes on; beside "
+            "the profile if not given.",
+        ),
+    ] = None,
+    retriever: _options.Retrievers = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Priorities, pins and defaults are this profile's."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resampling.")] = 0,
+    as_json: _options.Json = False,
+) -> None:
+    """Measure how long each region is attended to, and write a profile with these half-lives.
+
+    Traces are played with nothing evicted; at every decode step the attention is summed by region
+    and age. A half-life is the slope of its logarithm, with a 95% interval over traces or, for
+    episodes, over scenarios. A region with too little data keeps its default. Every command takes
+    the profile with --profile.
+    """
+    from memdecay.calibration.extras import require
+    from memdecay.calibration.measure import check_labels
+    from memdecay.cli._scripts import scripts
+
+    require("statsmodels", "pyarrow", *(["matplotlib"] if figure else []))
+    _terminal.check_output(output, "--output")
+    _terminal.check_output(figure, "--figure")
+    if figure is not None:
+        from memdecay.calibration.figure import check_figure
+
+        check_figure(figure, "--figure")
+    base = _options.profile(profile)
+    found, notes = scripts(traces, retriever or ())
+    for script in found:
+        check_labels(script, burst)
+    folder = work or output.with_name(f"{output.stem}.curves")
+    with _terminal.results(as_json):
+        curves, cuts = _measure(
+            found, model, dtype, folder, burst=burst, max_tokens=max_tokens, base=base
+        )
+        result = _finish(curves, output, figure, base=base, seed=seed)
+    result["folder"] = str(folder)
+    result["notes"] = [*result["notes"], *cuts, *notes]
+    if as_json:
+        _terminal.print_json(result)
+    else:
+        _show(result)
+
+
+def _measure(
+    found: Sequence[Script],
+    name: str,
+    dtype: str,
+    folder: Path,
+    *,
+    burst: int,
+    max_tokens: int | None,
+    base: Any,
+) -> tuple[list[Curves], list[str]]:
+    """Play what is not measured yet; return the curves, and notes on what was cut."""
+    from memdecay.calibration.measure import measure, work
+    from memdecay.calibration.profile import check_profile
+    from memdecay.cli._scripts import cut
+    from memdecay.engine import load_model
+
+    with _terminal.progress() as progress:
+        loading = progress.add_task(f"loading {escape(name)}", total=None)
+        model, tokenizer = load_model(name, dtype)
+        check_profile(base, tokenizer)
+        parts = [cut(script, max_tokens, tokenizer) for script in found]
+        total = sum(work(tokenizer, script, burst) for script, _ in parts)
+        progress.remove_task(loading)
+        many = f"{len(parts)} trace{'s' * (len(parts) != 1)}"
+        task = progress.add_task(f"measuring {many}", total=total)
+        curves = measure(
+            model,
+            tokenizer,
+            [script for script, _ in parts],
+            folder=folder,
+            burst=burst,
+            provenance={"versions": versions(), "commit": commit()},
+            progress=lambda done: progress.advance(task, done),
+        )
+    return curves, [note for _, note in parts if note]
+
+
+def _finish(
+    curves: Sequence[Curves], output: Path, figure: Path | None, *, base: Any, seed: int
+) -> dict[str, Any]:
+    """Fit, write the profile and the figure, and return what `--json` prints."""
+    from memdecay.calibration.fit import fit
+    from memdecay.calibration.profile import calibrated
+
+    fits = fit(curves, seed=seed)
+    if not any(one.measured for one in fits.values()):
+        steps = sum(one.steps for one in curves)
+        raise MemDecayError(
+            f"No region has enough data: {steps} decode steps were observed, but a region needs "
+            f"ages in at least three buckets of {curves[0].bucket} steps; raise --burst or give "
+            f"longer traces."
+        )
+    measured = curves[0].meta["settings"]
+    clusters = list(dict.fromkeys(one.cluster for one in curves))
+    origin = {
+        "model": measured["model"],
+        "tokenizer": measured["tokenizer"],
+        "dtype": measured["dtype"],
+        "clock": measured["clock"],
+        "burst": measured["burst"],
+        "traces": [one.name for one in curves],
+        "clusters": clusters,
+        "decode_steps": sum(one.steps for one in curves),
+        "date": date.today().isoformat(),
+        **_terminal.provenance(),
+        "seed": seed,
+    }
+    made = calibrated(fits, base=base, provenance=origin)
+    made.save(output)
+    if figure is not None:
+        from memdecay.calibration.figure import save_figure
+
+        count = f"{len(curves)} trace{'s' * (len(curves) != 1)}"
+        title = f"{Path(measured['model']).stem}, {count}: attention by region and age"
+        save_figure(figure, curves, fits, title=title)
+    regions = {name: _region(name, fits, made) for name in made.names}
+    return {
+        **origin,
+        "regions": regions,
+        "profile": str(output),
+        "figure": None if figure is None else str(figure),
+        "notes": [one["status"] for one in regions.values() if one["status"] != "measured"],
+    }
+
+
+def _region(name: str, fits: Mapping[str, Fit], profile: Any) -> dict[str, Any]:
+    """Return what was found for a region, and what the profile has now."""
+    policy = profile.regions[name]
+    one = fits.get(name)
+    found = one.to_dict() if one else {"status": f"{name} was not among what was measured"}
+    kept = "inf" if policy.decay_rate == 0 else float(f"{policy.half_life:.12g}")
+    source = "measured" if one and one.measured else "default"
+    if source == "default":
+        found["status"] += f", so it keeps its half-life of {float(kept):g} steps"
+    return {**found, "source": source, "profile_half_life": kept}
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from memdecay.calibration.figure import steps_text
+
+    console = _terminal.out()
+    console.print(
+        f"\n[bold]memdecay calibrate[/]: {escape(result['model'])}, {len(result['traces'])} traces "
+        f"in {len(result['clusters'])} clusters, {result['decode_steps']:,} decode steps\n"
+    )
+    table = _look.titled("Half-lives in decode steps")
+    for column in ("region", "half-life", "95% interval", "R²", "observations", "from"):
+        table.add_column(column, justify="left" if column in ("region", "from") else "right")
+    for name, one in result["regions"].items():
+        interval = r2 = "-"
+        if one["source"] == "measured":
+            r2 = f"{one['r2']:.2f}" if one["r2"] is not None else "-"
+            if one["low"] is not None:
+                interval = f"{steps_text(float(one['low']))} to {steps_text(float(one['high']))}"
+        table.add_row(
+            Text(name, style=_look.colour(name)),
+            steps_text(float(one["profile_half_life"])),
+            interval,
+            r2,
+            f"{one.get('observations', 0):,}",
+            one["source"],
+        )
+    console.print(table)
+    for note in result["notes"]:
+        console.print(Text(f"\nNote: {note}", style="yellow"))
+    drawn = (
+        f", the curves are drawn in [bold]{escape(result['figure'])}[/]" if result["figure"] else ""
+    )
+    console.print(f"\nThe profile is in [bold]{escape(result['profile'])}[/]{drawn}.")
