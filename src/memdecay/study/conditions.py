@@ -1,0 +1,146 @@
+"""What the study compares: policies, bounds, controls, and the paper's policy turned every way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memdecay.policy import get_policy
+from memdecay.policy.registry import available
+
+PAPER = ("full", "random", "streaming", "h2o", "memdecay")
+"""The policies of the paper's study (section IV-C)."""
+GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise")
+BUDGETS = (0.5, 0.25)
+"""Shares of the episode's tokens that are kept (section IV-A)."""
+RANDOM_SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to choose what is kept.
+
+    Args:
+        name: how tables call it.
+        group: one of `GROUPS`.
+        policy: name of a registered policy; "oracle" for the one that sees the question.
+        params: its parameters.
+        page_size: tokens a page. The baselines keep single tokens, as in the paper.
+        align: "region" for pages that end at region boundaries.
+        clock: "steps" or "tokens".
+        observe_every: k.
+        rates: "calibrated" on the other scenarios, or "default".
+        pinned: whether the profile's pinned regions are held; None as the policy does by itself.
+        labels: "true", "shuffled" among the spans, or "noise".
+        noise: share of spans that get a wrong label.
+        seed: of what is random.
+    """
+
+    name: str
+    group: str
+    policy: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    page_size: int = 1
+    align: str | None = None
+    clock: str = "steps"
+    observe_every: int = 1
+    rates: str = "calibrated"
+    pinned: bool | None = None
+    labels: str = "true"
+    noise: float = 0.0
+    seed: int = 0
+
+    def to_json(self) -> str:
+        """Return everything but name and group, as canonical JSON."""
+        fields = {key: value for key, value in vars(self).items() if key not in ("name", "group")}
+        return json.dumps({**fields, "params": dict(self.params)}, sort_keys=True)
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """The shares of tokens at which it is asked."""
+        return (1.0,) if self.policy == "full" else BUDGETS
+
+
+def conditions(groups: tuple[str, ...] = GROUPS) -> list[Condition]:
+    """Return the conditions of a study, those of the paper first."""
+    made = [*_paper(), *_policies(), *_controls(), *_ablation(), *_sweeps(), *_noise()]
+    return [condition for condition in made if condition.group in groups]
+
+
+def _memdecay(name: str, group: str, **changes: Any) -> Condition:
+    """The paper's setting: pages of 16, calibrated rates, system pinned."""
+    return Condition(name, group, "memdecay", **{"page_size": 16, **changes})
+
+
+def _paper() -> list[Condition]:
+    return [
+        Condition("full", "paper", "full"),
+        *(
+            Condition("random", "paper", "random", {"seed": seed}, seed=seed)
+            for seed in RANDOM_SEEDS
+        ),
+        Condition("streaming", "paper", "streaming"),
+        Condition("h2o", "paper", "h2o"),
+        _memdecay("memdecay", "paper"),
+    ]
+
+
+def _policies() -> list[Condition]:
+    """Every other policy that is installed, third parties' too."""
+    others = [name for name in available() if name not in PAPER]
+    made = [Condition(name, "policy", name, page_size=16 if _pages(name) else 1) for name in others]
+    return [*made, _memdecay("memdecay[rates=default]", "policy", rates="default")]
+
+
+def _pages(name: str) -> bool:
+    """Whether a policy is ours or kin to it: it scores labelled tokens by attention."""
+    return {"labels", "attention"} <= get_policy(name).needs
+
+
+def _controls() -> list[Condition]:
+    return [
+        *(_memdecay("shuffled", "control", labels="shuffled", seed=seed) for seed in RANDOM_SEEDS),
+        Condition("oracle", "control", "oracle"),
+        # What pins alone do: the same baselines with the same protected pages.
+        Condition("streaming+pins", "control", "streaming", page_size=16, pinned=True),
+        Condition("h2o+pins", "control", "h2o", page_size=16, pinned=True),
+    ]
+
+
+def _ablation() -> list[Condition]:
+    """Section IV-D: α and pinning, everything else fixed; α = 0.5 with pins is `memdecay`."""
+    return [
+        _memdecay("memdecay[attention_weight=0.2]", "ablation", params={"attention_weight": 0.2}),
+        _memdecay("memdecay[attention_weight=0.8]", "ablation", params={"attention_weight": 0.8}),
+        _memdecay("memdecay[pinned=no]", "ablation", pinned=False),
+    ]
+
+
+def _sweeps() -> list[Condition]:
+    def swept(parameter: str, value: Any, **changes: Any) -> Condition:
+        return _memdecay(f"memdecay[{parameter}={value}]", "sweep", **changes)
+
+    def param(parameter: str, shown: Any, value: Any) -> Condition:
+        return swept(parameter, shown, params={parameter: value})
+
+    return [
+        *(param("refresh_threshold", f"{c:g}x", {"scale": c}) for c in (0.5, 1.0, 4.0, 8.0)),
+        param("refresh_threshold", "never", 2.0),  # no share of attention reaches 2
+        *(swept("observe_every", k, observe_every=k) for k in (2, 4, 8, 16)),
+        *(param("smoothing", value, value) for value in (0.0, 0.5, 0.99)),
+        *(swept("page_size", size, page_size=size) for size in (1, 4, 8, 32)),
+        swept("align", "region", align="region"),
+        swept("clock", "tokens", clock="tokens"),
+    ]
+
+
+def _noise() -> list[Condition]:
+    return [
+        _memdecay(
+            f"memdecay[label_noise={share:g}]", "noise", labels="noise", noise=share, seed=seed
+        )
+        for share in (0.05, 0.2, 0.5)
+        for seed in RANDOM_SEEDS
+    ]
