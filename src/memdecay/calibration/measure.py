@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memdecay.calibration.curves import BUCKET, CurveListener, Curves
 from memdecay.calibration.player import Player, Script
 from memdecay.engine.saving import fingerprint, tokenizer_digest
+from memdecay.engine.support import check_supported
 from memdecay.errors import StudyError
 from memdecay.prompt import Conversation, label_messages, validate_messages
 
@@ -72,8 +73,9 @@ def measure(
         progress: is told work done, of what `work` counts.
 
     Raises:
-        StudyError: a file was measured with another model, tokenizer, burst or trace; the
-            message says which. It is raised before anything is played.
+        StudyError: a file was measured with another model, tokenizer, burst or trace (the message
+            says which), or a trace is longer than the window of a model whose layers all slide.
+            It is raised before anything is played.
         TraceError: a message is malformed, or the chat template refuses it.
     """
     place = Path(folder)
@@ -84,6 +86,7 @@ def measure(
         raise StudyError(f"folder is '{place}', but it cannot be made: {reason}.") from None
     report = progress or (lambda done: None)
     chosen = settings(model, tokenizer, burst=burst, bucket=bucket)
+    _check_window(model, tokenizer, scripts, burst)
     done = {script.name: _measured(place, script, chosen) for script in scripts}
     curves = []
     for script in scripts:
@@ -128,6 +131,15 @@ def work(tokenizer: PreTrainedTokenizerBase, script: Script, burst: int = BURST)
     Raises:
         TraceError: a message is malformed, or the chat template refuses it.
     """
+    return count_tokens(tokenizer, script) + burst * STEP_WORK
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, script: Script) -> int:
+    """Return the tokens of a script, what opens the last answer included.
+
+    Raises:
+        TraceError: a message is malformed, or the chat template refuses it.
+    """
     conversation = Conversation(
         tokenizer, retrievers=script.retrievers, tools=list(script.tools) or None
     )
@@ -135,7 +147,7 @@ def work(tokenizer: PreTrainedTokenizerBase, script: Script, burst: int = BURST)
     count += len(conversation.generation_prompt())
     if script.closing:
         count += len(tokenizer(script.closing, add_special_tokens=False)["input_ids"])
-    return count + burst * STEP_WORK
+    return count
 
 
 def check_labels(script: Script, burst: int = BURST) -> None:
@@ -159,6 +171,29 @@ def check_labels(script: Script, burst: int = BURST) -> None:
             f"The trace {script.name!r} has no assistant message and burst is 0, so nothing is "
             f"decoded and no attention to measure; a burst of at least 1 would do."
         )
+
+
+def _check_window(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    scripts: Sequence[Script],
+    burst: int,
+) -> None:
+    """Refuse traces of which a model forgets the start: no layer of it could attend to that.
+
+    Raises:
+        StudyError: the message says which trace, and the window.
+    """
+    window = check_supported(model).table_windows[0]
+    if window is None:
+        return
+    for script in scripts:
+        count = count_tokens(tokenizer, script) + burst
+        if count > window:
+            raise StudyError(
+                f"The trace {script.name!r} has {count:,} tokens with its burst, but this "
+                f"model's cache holds the last {window:,} only, as all of its layers slide."
+            )
 
 
 def _file(folder: Path, script: Script) -> Path:

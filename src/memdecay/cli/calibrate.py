@@ -109,7 +109,7 @@ def _measure(
     base: Any,
 ) -> tuple[list[Curves], list[str]]:
     """Play what is not measured yet; return the curves, and notes on what was cut."""
-    from memdecay.calibration.measure import measure, work
+    from memdecay.calibration.measure import count_tokens, measure, work
     from memdecay.calibration.profile import check_profile
     from memdecay.cli._scripts import cut
     from memdecay.engine import load_model
@@ -119,6 +119,7 @@ def _measure(
         model, tokenizer = load_model(name, dtype)
         check_profile(base, tokenizer)
         parts = [cut(script, max_tokens, tokenizer) for script in found]
+        lengths = {script.name: count_tokens(tokenizer, script) + burst for script, _ in parts}
         total = sum(work(tokenizer, script, burst) for script, _ in parts)
         progress.remove_task(loading)
         many = f"{len(parts)} trace{'s' * (len(parts) != 1)}"
@@ -132,7 +133,15 @@ def _measure(
             provenance={"versions": versions(), "commit": commit()},
             progress=lambda done: progress.advance(task, done),
         )
-    return curves, [note for _, note in parts if note]
+    notes = [note for _, note in parts if note]
+    trained = getattr(model.config, "max_position_embeddings", None)
+    beyond = [script for script, length in lengths.items() if trained and length > trained]
+    if beyond:
+        notes.append(
+            f"{', '.join(beyond)}: longer than the {trained:,} tokens that {name} was trained for; "
+            f"how it attends there is not to be trusted."
+        )
+    return curves, notes
 
 
 def _finish(
