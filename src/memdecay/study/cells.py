@@ -18,11 +18,12 @@ FIELDS = (
 """The fields of every cell, in this order."""
 
 
-def cells(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def cells(rows: pd.DataFrame, summary: pd.DataFrame | None = None) -> list[dict[str, Any]]:
     """Return one object a policy, budget, region and kind of fact.
 
     Args:
         rows: rows of one setting, as `read_rows` gives them.
+        summary: what `summarise` says of them, if it is known already.
 
     Returns:
         Objects with exactly `FIELDS`: budget is 0.25, 0.5, or 1.0 for the full cache; region is
@@ -34,7 +35,7 @@ def cells(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """
     setting, model = identity(rows)
     commits = rows.groupby("policy")["commit"].agg(lambda found: "+".join(sorted(set(found))))
-    table = summarise(collapse(rows))
+    table = summarise(collapse(rows)) if summary is None else summary
     table = table.assign(setting=setting, model=model, commit=table["policy"].map(commits))
     return [
         {field: _plain(value) for field, value in line.items()}
@@ -42,9 +43,9 @@ def cells(rows: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def cells_json(rows: pd.DataFrame) -> str:
+def cells_json(rows: pd.DataFrame, summary: pd.DataFrame | None = None) -> str:
     """Return `cells` as a JSON list with one object a line, so that a diff shows what moved."""
-    lines = [json.dumps(cell, allow_nan=False) for cell in cells(rows)]
+    lines = [json.dumps(cell, allow_nan=False) for cell in cells(rows, summary)]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 

@@ -10,13 +10,12 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import scipy.stats
+from numpy.typing import NDArray
 
 stats: Any = scipy.stats
 """As Any: scipy says nothing about its types."""
-Array = npt.NDArray[np.float64]
 
 RESAMPLES = 10_000
 SEED = 0
@@ -39,8 +38,8 @@ def collapse(rows: pd.DataFrame) -> pd.DataFrame:
         rows: rows of one setting, as `read_rows` gives them.
 
     Returns:
-        Columns policy, budget, scenario, variant, region, fact_kind, group, recall (share of
-        seeds that answered), gold_logprob (nats; NaN where it is not known), kept_fraction
+        Columns policy, budget, scenario, variant, region, fact_kind, recall (share of the seeds
+        that answered), gold_logprob (nats; NaN where it is not known), kept_fraction
         (kept tokens over tokens seen) and seeds.
     """
     kept = rows["kept_tokens"] / rows["seq_len"]
@@ -48,7 +47,6 @@ def collapse(rows: pd.DataFrame) -> pd.DataFrame:
     # A condition that belongs to two groups is one condition, and its rows count once.
     numbers = numbers.drop_duplicates([*_PROBE, "seed"])
     return numbers.groupby(_PROBE, sort=True, as_index=False, observed=True).agg(
-        group=("group", "first"),
         recall=("recall", "mean"),
         gold_logprob=("gold_logprob", "mean"),
         kept_fraction=("kept_fraction", "mean"),
@@ -97,7 +95,7 @@ def compare(probes: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
         logprob_delta, logprob_low, logprob_high (nats), kept_delta (mean kept fraction).
         Empty if `base` has no probes.
     """
-    ours = probes[probes["policy"] == base].drop(columns=["policy", "group", "seeds"])
+    ours = probes[probes["policy"] == base].drop(columns=["policy", "seeds"])
     others = probes[probes["policy"] != base]
     whole = others.groupby("policy")["budget"].transform("min") == 1.0
     budgets = sorted(ours["budget"].unique())
@@ -149,13 +147,13 @@ _COMPARED = [
 
 
 def intervals(
-    sums: Array,
-    counts: Array,
+    sums: NDArray[np.float64],
+    counts: NDArray[np.float64],
     *,
     widened: bool = False,
     resamples: int = RESAMPLES,
     seed: int = SEED,
-) -> tuple[Array, Array]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return 95% percentile bootstrap intervals of means whose clusters are resampled whole.
 
     The bootstrap draws as many clusters as there are, with replacement, and takes the sum of the
@@ -217,7 +215,7 @@ def sign_test(better: int, worse: int) -> float:
     return float(stats.binomtest(better, decided, 0.5).pvalue) if decided else 1.0
 
 
-def _ratio(sums: Array, counts: Array, axis: int) -> Any:
+def _ratio(sums: NDArray[np.float64], counts: NDArray[np.float64], axis: int) -> Any:
     return sums.sum(axis=axis) / counts.sum(axis=axis)
 
 
@@ -236,7 +234,9 @@ def _with_totals(probes: pd.DataFrame) -> pd.DataFrame:
     return both
 
 
-def _clusters(probes: pd.DataFrame, value: str) -> tuple[pd.DataFrame, Array, Array]:
+def _clusters(
+    probes: pd.DataFrame, value: str
+) -> tuple[pd.DataFrame, NDArray[np.float64], NDArray[np.float64]]:
     """Return the cells, and the sum and the count of a value in each of their scenarios."""
     grouped = probes.groupby([*_CELL, "scenario"], sort=True, observed=True)[value]
     sums = grouped.sum().unstack("scenario", fill_value=0.0)

@@ -1,0 +1,246 @@
+"""The answer in words and in one table: where the study's policy wins, ties and loses.
+
+A difference counts only if the interval of the paired difference leaves 0 out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memdecay.study.document import Cell, Table, interval, listed, number, plural
+from memdecay.study.evidence import Evidence
+from memdecay.study.statistics import ALL, BASE, NON_SYSTEM
+from memdecay.study.tables import REGIONS, delta, outcome
+
+RIVALS = {
+    "peer": ("peer", "peers"),
+    "paper": ("baseline of the paper", "baselines of the paper"),
+    "policy": ("further policy", "further policies"),
+}
+"""The groups that it is compared with, and what one and several of them are called."""
+
+RULE = (
+    "A difference counts as a win or a loss only if the 95% interval of the paired difference, "
+    "scenarios resampled whole, leaves 0 out; everything else is a tie, which with few scenarios "
+    "means “not shown”, not “equal”. Of a hundred comparisons without any true difference, six to "
+    "ten are called one by chance."
+)
+
+
+def rivals(evidence: Evidence, group: str) -> list[str]:
+    """Return the policies of a group that the study's own is compared with.
+
+    What keeps everything is a check and no rival; what saw the question had another task.
+    """
+    return [
+        name
+        for name in evidence.members(group)
+        if name != BASE and not evidence.keeps_all(name) and "question_seen" not in name
+    ]
+
+
+def paragraphs(evidence: Evidence) -> list[str]:
+    """Return what the numbers of a setting say: a summary, then a list for each budget."""
+    scenarios = evidence.rows["scenario"].nunique()
+    episodes = len(evidence.rows[["scenario", "variant"]].drop_duplicates())
+    opening = (
+        f"**{evidence.model}, {evidence.tier} tier** ({plural(episodes, 'episode')} of "
+        f"{plural(scenarios, 'scenario')})."
+    )
+    if not any(evidence.cell(BASE, budget, NON_SYSTEM) for budget in evidence.budgets):
+        return [f"{opening} There are no rows of `{BASE}` yet, so nothing can be said of it."]
+    summary = [opening, *(_summary(evidence, budget) for budget in evidence.budgets)]
+    return [" ".join(summary), *(_details(evidence, budget) for budget in evidence.budgets)]
+
+
+def _summary(evidence: Evidence, budget: float) -> str:
+    outside, inside = (evidence.cell(BASE, budget, region) for region in (NON_SYSTEM, "system"))
+    if not outside:
+        return f"`{BASE}` was not run with {budget:.0%} of the cache."
+    full = evidence.cell("full", 1.0, NON_SYSTEM)
+    ceiling = f" (the full cache: {number(full['recall'])})" if full else ""
+    said = (
+        f"With {budget:.0%} of the cache, `{BASE}` answers {_value(outside)} of the probes outside "
+        f"the system region{ceiling}"
+    )
+    if inside:
+        full = evidence.cell("full", 1.0, "system")
+        ceiling = f" (the full cache: {_of(full)})" if full else ""
+        said += f" and {_of(inside)} in it{ceiling}"
+    results = [
+        f"{_score(found)} {place}"
+        for region, place in ((NON_SYSTEM, "outside"), ("system", "in it"))
+        if (found := _results([evidence], "peer", budget, region))
+    ]
+    return f"{said}{'; against peers ' + ' and '.join(results) if results else ''}."
+
+
+def _details(evidence: Evidence, budget: float) -> str:
+    """Return a list: whom it loses to, wins against and ties with, in each part of the context."""
+    lines = []
+    for region, where in ((NON_SYSTEM, "Outside the system region"), ("system", "System region")):
+        found = [_against(evidence, budget, region, group) for group in RIVALS]
+        if any(found):
+            lines.append(f"- **{where} at {budget:.0%}.** {' '.join(filter(None, found))}")
+    for region in REGIONS:
+        if region != "system" and (said := _region(evidence, budget, region)):
+            lines.append(f"- {said}")
+    return "\n".join(lines) or "There is nothing that it could be compared with."
+
+
+def _against(evidence: Evidence, budget: float, region: str, group: str) -> str:
+    """Say in a sentence whom it is behind, ahead of and level with, the losses first."""
+    found: dict[str, list[str]] = {"loss": [], "win": [], "tie": []}
+    for policy in rivals(evidence, group):
+        line = evidence.difference(policy, budget, region)
+        if line:
+            result = outcome(line)
+            # The intervals of ties are in the table below; here they would hide the rest.
+            found[result].append(f"`{policy}`" + (f" ({_gap(line)})" if result != "tie" else ""))
+    total = sum(len(names) for names in found.values())
+    if not total:
+        return ""
+    parts = [
+        f"{word} {listed(found[result])}"
+        for result, word in (("loss", "behind"), ("win", "ahead of"), ("tie", "level with"))
+        if found[result]
+    ]
+    one, many = RIVALS[group]
+    return f"Of {total} {one if total == 1 else many} it is {'; '.join(parts)}."
+
+
+def _region(evidence: Evidence, budget: float, region: str) -> str:
+    ours = evidence.cell(BASE, budget, region)
+    others = [name for group in RIVALS for name in rivals(evidence, group)]
+    lines = [(name, evidence.difference(name, budget, region)) for name in dict.fromkeys(others)]
+    lines = [(name, line) for name, line in lines if line]
+    if not ours or not lines:
+        return ""
+    found: dict[str, list[str]] = {"loss": [], "win": [], "tie": []}
+    for name, line in lines:
+        found[outcome(line)].append(f"`{name}`")
+    results = [result for result, names in found.items() for _ in names]
+    text = f"**`{region}` facts at {budget:.0%}:** {_value(ours)}. {_score(results)}"
+    parts = [f"behind {listed(found['loss'])}"] if found["loss"] else []
+    parts += [f"ahead of {listed(found['win'])}"] if found["win"] else []
+    return f"{text}{': ' + '; '.join(parts) if parts else ''}."
+
+
+def _score(results: Sequence[str]) -> str:
+    counts = [results.count(result) for result in ("win", "tie", "loss")]
+    nouns = ("win", "tie", "loss")
+    several = ("wins", "ties", "losses")
+    return ", ".join(
+        f"{count} {one if count == 1 else many}"
+        for count, one, many in zip(counts, nouns, several, strict=True)
+    )
+
+
+def headline(settings: Sequence[Evidence]) -> list[str]:
+    """Return the whole answer: a sentence, and a list of wins, ties and losses by group."""
+    budgets = sorted({budget for one in settings for budget in one.budgets}, reverse=True)
+    where = ((NON_SYSTEM, "outside the system region"), ("system", "in it"))
+    lines = []
+    for group, (one_of, many) in RIVALS.items():
+        names = {name for one in settings for name in rivals(one, group)}
+        parts = []
+        for budget in budgets:
+            found = [
+                f"{_score(results)} {place}"
+                for region, place in where
+                if (results := _results(settings, group, budget, region))
+            ]
+            parts += [f"at {budget:.0%} {' and '.join(found)}"] if found else []
+        if parts:
+            nouns = one_of if len(names) == 1 else many
+            lines.append(f"- **Against {len(names)} {nouns}:** {'; '.join(parts)}.")
+    if not lines:
+        return [f"There is nothing yet that `{BASE}` could be compared with."]
+    opening = (
+        f"`{BASE}` is the policy of the paper. This is where it stands beside others at the same "
+        f"budget, counted over {plural(len(settings), 'setting')}:"
+    )
+    return [opening, "\n".join(lines)]
+
+
+def _results(settings: Sequence[Evidence], group: str, budget: float, region: str) -> list[str]:
+    lines = [
+        one.difference(name, budget, region) for one in settings for name in rivals(one, group)
+    ]
+    return [outcome(line) for line in lines if line]
+
+
+def score(evidence: Evidence, budget: float, region: str) -> dict[str, int]:
+    """Return how many peers it wins against, ties with and loses to."""
+    results = _results([evidence], "peer", budget, region)
+    return {result: results.count(result) for result in ("win", "tie", "loss")}
+
+
+def standing(settings: Sequence[Evidence], group: str, region: str, title: str) -> Table:
+    """Return the difference to every rival of a group, a column for each setting and budget."""
+    columns = [(one, b) for one in settings for b in one.budgets if one.cell(BASE, b, region)]
+    names = sorted({name for one in settings for name in rivals(one, group)})
+    rows: list[list[str | Cell]] = []
+    for name in names:
+        found = [one.difference(name, budget, region) for one, budget in columns]
+        rows.append([f"`{name}`", *(delta(line) if line else "" for line in found)])
+    return Table(
+        title, ("against", *(f"#{one.name}, {budget:.0%}" for one, budget in columns)), rows
+    )
+
+
+def counts(settings: Sequence[Evidence], group: str) -> Table:
+    """Return wins, ties and losses against a group: a row a setting, a column a region."""
+    shown = [NON_SYSTEM, *REGIONS]
+    rows: list[list[str | Cell]] = []
+    for one in settings:
+        for budget in one.budgets:
+            found = [_results([one], group, budget, region) for region in shown]
+            if any(found):
+                cells = [
+                    Cell(
+                        " / ".join(str(results.count(name)) for name in ("win", "tie", "loss")),
+                        results.count("win") - results.count("loss"),
+                    )
+                    for results in found
+                ]
+                rows.append([f"`{one.name}`", one.model, Cell(f"{budget:.0%}", budget), *cells])
+    names = {NON_SYSTEM: "non-system"}
+    headings = [f"#{names.get(region, region)}" for region in shown]
+    return Table(
+        f"Won / tied / lost against {RIVALS[group][1]}",
+        ("setting", "model", "#budget", *headings),
+        rows,
+    )
+
+
+def regions(evidence: Evidence, group: str) -> Table:
+    """Return the difference to every rival of a group, a column for each budget and region."""
+    shown = [ALL, NON_SYSTEM, *REGIONS]
+    columns = [(budget, region) for budget in evidence.budgets for region in shown]
+    rows: list[list[str | Cell]] = []
+    for name in rivals(evidence, group):
+        found = [evidence.difference(name, budget, region) for budget, region in columns]
+        rows.append([f"`{name}`", *(delta(line) if line else "" for line in found)])
+    names = {ALL: "all", NON_SYSTEM: "non-system"}
+    headings = [f"#{names.get(region, region)}, {budget:.0%}" for budget, region in columns]
+    return Table(
+        f"`{BASE}` minus each {RIVALS[group][0]}",
+        ("against", *headings),
+        rows,
+        "Recall with the 95% interval of the paired difference over scenarios.",
+    )
+
+
+def _value(cell: dict[str, Any]) -> str:
+    return interval(cell["recall"], cell["low"], cell["high"])
+
+
+def _gap(line: dict[str, Any]) -> str:
+    return interval(line["delta"], line["low"], line["high"], signed=True)
+
+
+def _of(cell: dict[str, Any]) -> str:
+    """Return `21 of 24`."""
+    return f"{number(cell['recall'] * cell['n'], 0)} of {cell['n']}"
