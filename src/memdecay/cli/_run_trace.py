@@ -67,17 +67,19 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         What `--json` prints, and the page, empty unless wanted.
 
     Raises:
-        MemDecayError: the model cannot be loaded, the trace cannot be rendered, or the budget
-            cannot hold the pins.
+        MemDecayError: the model cannot be loaded, the profile is of another tokenizer, the trace
+            cannot be rendered, or the budget cannot hold the pins.
     """
     import torch
 
+    from memdecay.calibration.profile import check_profile
     from memdecay.engine import load_model
 
     torch.manual_seed(_terminal.SEED)
     with _terminal.progress() as progress:
         loading = progress.add_task(f"loading {request.model}", total=None)
         model, tokenizer = load_model(request.model)
+        check_profile(request.profile, tokenizer)
         progress.remove_task(loading)
         turns, ids = _cut(request, tokenizer)
         messages = [message for turn in turns for message in turn.messages]
