@@ -12,6 +12,9 @@ from common import NEW_TOKENS, Probe
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_NAME = "attending"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def ask(
     itself. Shorter rows are padded on the left, and nothing attends to the padding.
 
     Args:
-        model: attends with sdpa.
+        model: any that kvpress supports.
         kept: contexts of one episode, compressed in different ways.
         probes: the questions.
         seq_len: tokens of the context before it was compressed.
@@ -98,7 +101,7 @@ def ask(
         read[row, width - context.width : width] = True
         read[row, width + first : width + first + len(given)] = True
     offsets = torch.arange(ids.shape[1]) - (longest - lengths)[:, None]
-    with _head_masks(model, kept, len(probes), width):
+    with _attending(model, kept, len(probes), width):
         logits = _forward(
             model, cache, ids, seq_len + offsets.clamp(min=0), _mask(read, width), keep=golds
         )
@@ -197,37 +200,59 @@ def _mask(read: Tensor, width: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _head_masks(
+def _attending(
     model: PreTrainedModel, kept: Sequence[Kept], times: int, width: int
 ) -> Iterator[None]:
-    """Hide from every head what a press hides from it.
+    """Let a model attend exactly to what is kept, head by head.
 
-    kvpress does so with keys that get next to no attention; here it is exactly none, and padding
-    cannot disturb the search for such keys.
+    kvpress hides with keys that get next to no attention; here it is exactly none, and padding
+    cannot disturb the search for such keys. The heads that share a key are folded into one
+    product, so that no step copies the cache as often as there are heads: twice as fast here.
     """
-    if not any(context.masked for context in kept):
-        yield
-        return
-    groups = model.config.num_attention_heads // model.config.num_key_value_heads
-    handles = []
-    for index, layer in enumerate(model.model.layers):
-        hidden = []
-        for context in kept:
-            heads, m = context.keys[index].shape[:2]
-            none = torch.zeros(heads, m, dtype=torch.bool)
-            one = context.masked[index] if context.masked else none
-            one = pad(one, (width - m, 0)).repeat_interleave(groups, 0)
-            hidden.append(one[None, :, None].expand(times, -1, -1, -1))
-        seen = ~torch.cat(hidden)
+    hidden = _hidden(kept, times, width)
 
-        def hide(module: Any, args: Any, kwargs: Any, seen: Tensor = seen) -> Any:
-            mask = kwargs["attention_mask"]
-            heads = pad(seen, (0, mask.shape[-1] - width), value=True)
-            return args, {**kwargs, "attention_mask": mask & heads}
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        rows, heads, queries, size = query.shape
+        shared, entries = key.shape[1:3]
+        folded = query.reshape(rows, shared, -1, size)
+        scores = (folded @ key.transpose(2, 3)).float() * scaling
+        scores = scores.view(rows, shared, -1, queries, entries)
+        scores.masked_fill_(~attention_mask[:, None], -torch.inf)
+        if hidden:
+            scores[..., :width].masked_fill_(hidden[module.layer_idx][:, :, None, None], -torch.inf)
+        weights = scores.softmax(-1).to(value.dtype).view(rows, shared, -1, entries)
+        attended = (weights @ value).view(rows, heads, queries, size)
+        return attended.transpose(1, 2).contiguous(), None
 
-        handles.append(layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
+    before = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+    model.config._attn_implementation = _NAME
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        model.config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[_NAME]
+
+
+def _hidden(kept: Sequence[Kept], times: int, width: int) -> list[Tensor]:
+    """Return what is hidden in each layer, (rows, kv_heads, width) bool; empty if nothing is."""
+    if not any(context.masked for context in kept):
+        return []
+    layers = []
+    for layer, keys in enumerate(kept[0].keys):
+        rows = []
+        for context in kept:
+            entries = context.keys[layer].shape[1]
+            none = torch.zeros(len(keys), entries, dtype=torch.bool)
+            one = context.masked[layer] if context.masked else none
+            rows.append(pad(one, (width - entries, 0)).expand(times, -1, -1))
+        layers.append(torch.cat(rows))
+    return layers

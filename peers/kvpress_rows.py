@@ -6,13 +6,13 @@ says what is equal for all, and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from asking import ask
+from asking import Answer, Kept, ask
 from common import (
     Episode,
     Maker,
@@ -24,9 +24,11 @@ from common import (
     run,
     write_rows,
 )
-from presses import NONE, chosen, compress, condition
+from presses import NONE, Key, chosen, compress, condition
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
+logging.disable_progress_bar()
 MAKER = Maker("kvpress", ("kvpress", "transformers", "tokenizers", "torch"))
 app = typer.Typer(add_completion=False)
 
@@ -105,30 +107,45 @@ def rows_of(
     episode = task.episode
     names = [policy.split(":")[1] for policy in task.policies]
     found = compress(model, tokenizer, names, episode.context_ids, task.budgets)
+    answers = answered(model, episode, found)
     for name in names:
-        keys = [key for key in found if key[0] == name]
-        answers = ask(
+        yield (
+            f"kvpress:{name}",
+            [
+                MAKER.row(
+                    episode,
+                    probe,
+                    policy=f"kvpress:{name}",
+                    condition=condition(name),
+                    budget=budget,
+                    kept=found[name, budget].tokens,
+                    answer=tokenizer.decode(answer.ids, skip_special_tokens=True),
+                    gold_logprob=answer.gold_logprob,
+                )
+                for budget in ([1.0] if name == NONE else task.budgets)
+                for probe, answer in zip(episode.probes, answers[name, budget], strict=True)
+            ],
+        )
+
+
+def answered(
+    model: PreTrainedModel, episode: Episode, found: Mapping[Key, Kept]
+) -> dict[Key, list[Answer]]:
+    """Ask the probes of all that was kept; what has one width is one batch."""
+    groups: dict[int, list[Key]] = {}
+    for key, kept in found.items():
+        groups.setdefault(kept.width, []).append(key)
+    answers = {}
+    for keys in groups.values():
+        given = ask(
             model,
             [found[key] for key in keys],
             episode.probes,
             seq_len=len(episode.context_ids),
             ends=episode.end_ids,
         )
-        rows = [
-            MAKER.row(
-                episode,
-                probe,
-                policy=f"kvpress:{name}",
-                condition=condition(name),
-                budget=1.0 if name == NONE else key[1],
-                kept=found[key].tokens,
-                answer=tokenizer.decode(answer.ids, skip_special_tokens=True),
-                gold_logprob=answer.gold_logprob,
-            )
-            for key, given in zip(keys, answers, strict=True)
-            for probe, answer in zip(episode.probes, given, strict=True)
-        ]
-        yield f"kvpress:{name}", rows
+        answers.update(zip(keys, given, strict=True))
+    return answers
 
 
 if __name__ == "__main__":
