@@ -289,7 +289,8 @@ class Player:
         finally:
             cache.prefilling = False
         cache.ledgers[0].num_queries = 0
-        return out.logits[0, -1].float()
+        logits: Tensor = out.logits[0, -1].float()
+        return logits
 
     def _enter(
         self,

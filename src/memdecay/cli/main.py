@@ -6,12 +6,12 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
-from memdecay.cli import calibrate, demo, doctor, label, policies, run
+from memdecay.cli import calibrate, demo, doctor, label, policies, run, study, study_report
 from memdecay.errors import MemDecayError
 from memdecay.provenance import versions
 
@@ -22,13 +22,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, run, calibrate, label, policies, doctor):
-    name = command.__name__.rpartition(".")[2]
-    function = getattr(command, name)
+study_app = typer.Typer(
+    help="Run the paper's study, check its scenarios, and report it.", no_args_is_help=True
+)
+
+
+def _add(to: typer.Typer, function: Callable[..., None], example: str) -> None:
     # The lines of a docstring are as long as the source likes; help is as wide as the terminal.
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     words = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(name, help=words, epilog=f"Example: {command.EXAMPLE}")(function)
+    to.command(function.__name__, help=words, epilog=f"Example: {example}")(function)
+
+
+for command in (demo, run, calibrate):
+    _add(app, getattr(command, command.__name__.rpartition(".")[2]), command.EXAMPLE)
+_add(study_app, study.run, study.RUN_EXAMPLE)
+_add(study_app, study_report.report, study_report.EXAMPLE)
+_add(study_app, study.episodes, study.EPISODES_EXAMPLE)
+_add(study_app, study.export, study.EXPORT_EXAMPLE)
+app.add_typer(study_app, name="study")
+for command in (label, policies, doctor):
+    _add(app, getattr(command, command.__name__.rpartition(".")[2]), command.EXAMPLE)
 
 # Newer typers carry their own copy of click; the base of their usage errors is found, not imported.
 _UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -1,0 +1,239 @@
+"""`memdecay study`: run the paper's study, and what goes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memdecay.calibration.extras import require
+from memdecay.cli import _terminal
+
+if TYPE_CHECKING:
+    from memdecay.study.settings import Setting
+    from memdecay.study.workers import Here, Processes, Ray
+
+NAMED = (
+    "quick, smollm2-short, smollm2-long, qwen0.5b-short, qwen0.5b-long, qwen1.5b-short or "
+    "qwen1.5b-long; another name makes a setting of your own, with --model and --tier"
+)
+_SettingName = Annotated[str, typer.Option("--setting", help=f"{NAMED}.")]
+_Model = Annotated[
+    str | None, typer.Option("--model", help="A folder, a GGUF file, a hub name, or smollm2.")
+]
+_Tier = Annotated[str | None, typer.Option("--tier", help="short or long.")]
+_Dtype = Annotated[str | None, typer.Option("--dtype", help="bfloat16 or float32.")]
+_Scenario = Annotated[
+    list[str] | None,
+    typer.Option("--scenario", help="A scenario by name or YAML file; repeat for more."),
+]
+_Variant = Annotated[
+    list[int] | None, typer.Option("--variant", help="0, 1 or 2; repeat for more. All if left out.")
+]
+_Jobs = Annotated[
+    int | None, typer.Option("--jobs", help="Processes of one thread each; one a core if left out.")
+]
+_Ray = Annotated[
+    str | None, typer.Option("--ray", help="Spread over this Ray cluster; 'local' starts one.")
+]
+_Out = Annotated[Path, typer.Option("--out", help="Folder of runs; this one gets its own in it.")]
+
+RUN_EXAMPLE = "memdecay study run --setting quick"
+
+
+def run(
+    setting: _SettingName = "quick",
+    model: _Model = None,
+    tier: _Tier = None,
+    dtype: _Dtype = None,
+    scenario: _Scenario = None,
+    variant: _Variant = None,
+    groups: Annotated[
+        str | None,
+        typer.Option("--groups", help="Of paper, policy, control, ablation, sweep, noise."),
+    ] = None,
+    out: _Out = Path("runs"),
+    jobs: _Jobs = None,
+    ray: _Ray = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where the rows are, as JSON.")
+    ] = False,
+) -> None:
+    """Evict the study's episodes by every policy and ask about the facts planted in them.
+
+    Lifetimes are measured first, and each scenario is evicted with the rates of the others. Rows
+    are written episode by episode: a run that was ended, however, goes on where it was.
+    `memdecay study report` makes tables and pictures of them.
+    """
+    require("pyarrow", "statsmodels", "scipy", "pandas")
+    with _terminal.results(as_json):
+        from memdecay.study.run import episodes_of, run_setting
+
+        chosen = _setting(setting, model, tier, dtype, scenario, variant, groups)
+        count = len(episodes_of(chosen))
+        workers = _workers(jobs, ray, count)
+        with _terminal.progress() as bar:
+            lines = {
+                "measure": bar.add_task(f"{chosen.name}: measuring attention", total=count),
+                "ask": bar.add_task(f"{chosen.name}: evicting and asking", total=count),
+                "overhead": bar.add_task(f"{chosen.name}: timing", total=1),
+            }
+            folder = run_setting(
+                chosen,
+                out,
+                workers,
+                advance=lambda kind, share: bar.advance(lines[kind], share),
+            )
+    if as_json:
+        _terminal.print_json({"setting": chosen.name, "folder": str(folder), "episodes": count})
+    else:
+        _terminal.out().print(
+            f"The rows are in {folder}. Next: memdecay study report {out} --setting {chosen.name}",
+            soft_wrap=True,
+        )
+
+
+EXPORT_EXAMPLE = "memdecay study export --setting quick -o episodes.jsonl"
+
+
+def export(
+    output: Annotated[Path, typer.Option("-o", "--output", help="JSON Lines file to write.")],
+    setting: _SettingName = "quick",
+    model: _Model = None,
+    tier: _Tier = None,
+    dtype: _Dtype = None,
+    scenario: _Scenario = None,
+    variant: _Variant = None,
+    jobs: _Jobs = None,
+) -> None:
+    """Write the episodes as token ids, so that other libraries can be asked the same (peers/)."""
+    require("pyarrow", "statsmodels", "scipy", "pandas")
+    import json
+
+    _terminal.check_output(output, "--output")
+    with _terminal.results(as_json=False):
+        from memdecay.study import run as study
+
+        chosen = _setting(setting, model, tier, dtype, scenario, variant, None)
+        count = len(study.episodes_of(chosen))
+        with _terminal.progress() as bar:
+            line = bar.add_task(f"{chosen.name}: reading episodes", total=count)
+            made = study.export(
+                chosen,
+                _workers(jobs, None, count),
+                advance=lambda kind, share: bar.advance(line, share),
+            )
+    _terminal.write_file(output, "".join(json.dumps(one) + "\n" for one in made))
+    _terminal.out().print(f"{len(made)} episodes are in {output}.", soft_wrap=True)
+
+
+EPISODES_EXAMPLE = "memdecay study episodes --tier short"
+
+
+def episodes(
+    scenarios: Annotated[
+        list[str] | None, typer.Argument(help="Names or YAML files; all of the package if none.")
+    ] = None,
+    tier: Annotated[str, typer.Option("--tier", help="short or long.")] = "short",
+    model: Annotated[str, typer.Option("--model", help="Whose tokenizer counts.")] = "smollm2",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check scenarios, and list their episodes: tokens, facts, and pages that straddle regions."""
+    require("pyarrow", "statsmodels", "scipy", "pandas")
+    with _terminal.results(as_json):
+        from memdecay.engine import load_model
+        from memdecay.prompt import Conversation
+        from memdecay.study.episode_rows import straddle_share
+        from memdecay.study.scenario import load_episodes
+
+        found = load_episodes(tier, scenarios or None)
+        _, tokenizer = load_model(model)
+        listed: list[dict[str, Any]] = []
+        for episode in found:
+            conversation = Conversation(tokenizer)
+            regions = [
+                name for stage in episode.stages for name in conversation.append(stage).regions
+            ]
+            seed = tokenizer(episode.closing, add_special_tokens=False)["input_ids"]
+            opened = conversation.generation_prompt().regions
+            regions += [*opened, *["scratchpad"] * len(seed)]
+            listed.append(
+                {
+                    "episode": episode.name,
+                    "tier": tier,
+                    "stages": len(episode.stages),
+                    "tokens": len(regions),
+                    "straddle_share": round(straddle_share(regions), 4),
+                    "facts": {fact.region: fact.value for fact in episode.facts},
+                    "kinds": {fact.region: fact.kind for fact in episode.facts},
+                }
+            )
+    mean = sum(one["straddle_share"] for one in listed) / len(listed)
+    if as_json:
+        _terminal.print_json({"episodes": listed, "mean_straddle_share": round(mean, 4)})
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{len(listed)} episodes, {tier} tier")
+    for heading in ("episode", "stages", "tokens", "straddle"):
+        table.add_column(heading, justify="left" if heading == "episode" else "right")
+    for heading in ("system", "user", "tool_out", "retrieval"):
+        table.add_column(heading, overflow="fold")
+    for one in listed:
+        table.add_row(
+            one["episode"],
+            str(one["stages"]),
+            str(one["tokens"]),
+            f"{one['straddle_share']:.0%}",
+            *one["facts"].values(),
+        )
+    _terminal.out().print(table)
+    _terminal.out().print(f"Pages of 16 that straddle regions, on average: {mean:.0%}.")
+
+
+def _setting(
+    name: str,
+    model: str | None,
+    tier: str | None,
+    dtype: str | None,
+    scenario: list[str] | None,
+    variant: list[int] | None,
+    groups: str | None,
+) -> Setting:
+    from memdecay.cli._options import names
+    from memdecay.errors import StudyError
+    from memdecay.study.run import with_changes
+    from memdecay.study.settings import SETTINGS, Setting, get_setting
+
+    if dtype is not None and dtype not in ("bfloat16", "float32"):
+        raise StudyError(f"dtype is {dtype!r}, but it must be bfloat16 or float32.")
+    changes: dict[str, Any] = {
+        "dtype": dtype,
+        "scenarios": tuple(scenario) if scenario else None,
+        "variants": tuple(variant) if variant else None,
+        "groups": tuple(names(groups)) or None,
+    }
+    if name in SETTINGS or model is None or tier is None:
+        base = get_setting(name)
+        if tier not in (None, base.tier):
+            raise StudyError(
+                f"tier is {tier!r}, but setting {name!r} is of the {base.tier} tier; give another "
+                f"--setting NAME."
+            )
+        # The same model may lie elsewhere; another one gets a setting of its own.
+        return with_changes(base, model=model, **changes)
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise StudyError(f"setting is {name!r}, but it must be letters, digits, '-', '_' and '.'.")
+    return with_changes(Setting(name, model, Path(model).name, tier), **changes)
+
+
+def _workers(jobs: int | None, ray: str | None, tasks: int) -> Here | Processes | Ray:
+    from memdecay.study.workers import Here, Processes, Ray, check_jobs, default_jobs
+
+    if jobs is not None:
+        check_jobs(jobs)
+    if ray is not None:
+        return Ray(ray)
+    jobs = default_jobs(tasks) if jobs is None else jobs
+    return Here() if jobs == 1 else Processes(jobs)

@@ -1,0 +1,243 @@
+"""Runs a setting: measure, fit, evict, ask; every episode's file is written once and whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow.parquet as pq
+
+from memdecay.calibration.curves import load_curves
+from memdecay.calibration.fit import fit
+from memdecay.calibration.profile import calibrated
+from memdecay.errors import StudyError
+from memdecay.provenance import commit, versions
+from memdecay.regions import Profile
+from memdecay.study.conditions import Condition, conditions
+from memdecay.study.rows import write_rows, write_whole
+from memdecay.study.scenario import Episode, load_episodes
+from memdecay.study.settings import Setting
+
+_CONFIG = "setting.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work that needs the model; it knows all that a worker elsewhere needs.
+
+    Args:
+        kind: "measure", "ask", "export" or "overhead".
+        setting: what is run.
+        episode: on what.
+        conditions: what to compare ("ask").
+        profiles: region policies, as `Profile.to_dict` ("ask").
+        provenance: what each row says of its making ("ask").
+    """
+
+    kind: str
+    setting: Setting
+    episode: Episode
+    conditions: tuple[Condition, ...] = ()
+    profiles: Mapping[str, Any] | None = None
+    provenance: Mapping[str, str] | None = None
+
+
+Advance = Callable[[str, float], None]
+"""Is told of which kind of task how much was done, in episodes."""
+
+
+class Workers(Protocol):
+    """Whoever does tasks, in whatever order, here or elsewhere."""
+
+    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+        """Yield each task with its result as it is done."""
+
+
+def episodes_of(setting: Setting) -> list[Episode]:
+    """Return the episodes of a setting.
+
+    Raises:
+        StudyError: a scenario is not usable.
+    """
+    return [
+        episode
+        for episode in load_episodes(setting.tier, setting.scenarios)
+        if episode.variant in setting.variants
+    ]
+
+
+def run_setting(
+    setting: Setting, runs: Path, workers: Workers, *, advance: Advance = lambda kind, share: None
+) -> Path:
+    """Run what is missing of a setting, and return its folder.
+
+    Rows that are there already stay as they are: a run that was killed goes on where it was, and
+    one with more conditions adds theirs.
+
+    Args:
+        setting: what to run.
+        runs: the folder of all runs; this one goes to `runs / setting.name`.
+        workers: who does it.
+        advance: is told of progress.
+
+    Raises:
+        StudyError: the folder holds a run of something else, or cannot be written.
+    """
+    folder = runs / setting.name
+    episodes = episodes_of(setting)
+    chosen = conditions(setting.groups)
+    _claim(folder, setting, episodes)
+    measured = {path.stem for path in folder.glob("curves/*.parquet")}
+    tasks = [
+        Task("measure", setting, episode) for episode in episodes if episode.name not in measured
+    ]
+    advance("measure", len(episodes) - len(tasks))
+    for task, made in workers.results(tasks, advance):
+        write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
+    profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
+    made_by = _provenance()
+    tasks = []
+    for episode in episodes:
+        missing = [one for one in chosen if _key(one) not in _done(_rows(folder, episode))]
+        if missing:
+            own = {"calibrated": profiles[episode.scenario], "default": Profile.default()}
+            plain = {name: profile.to_dict() for name, profile in own.items()}
+            tasks.append(Task("ask", setting, episode, tuple(missing), plain, made_by))
+    advance("ask", len(episodes) - len(tasks))
+    for task, made in workers.results(tasks, advance):
+        path = _rows(folder, task.episode)
+        before = pq.read_table(path).to_pylist() if path.exists() else []
+        write_rows(path, [*before, *made])
+    overhead = folder / "overhead.json"
+    if not overhead.exists():
+        for _, made in workers.results([Task("overhead", setting, episodes[0])], advance):
+            write_json(overhead, made)
+    advance("overhead", 1)
+    return folder
+
+
+def export(
+    setting: Setting, workers: Workers, *, advance: Advance = lambda kind, share: None
+) -> list[dict[str, Any]]:
+    """Return what peers need to be asked the same: one object an episode, in order."""
+    episodes = episodes_of(setting)
+    tasks = [Task("export", setting, episode) for episode in episodes]
+    made = {task.episode.name: one for task, one in workers.results(tasks, advance)}
+    return [made[episode.name] for episode in episodes]
+
+
+def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> dict[str, Profile]:
+    """Return for each scenario the profile measured on the others, and write them down.
+
+    With a single scenario there is nothing left to measure on, and the defaults stay.
+    """
+    curves = load_curves(folder / "curves")
+    profiles = {}
+    for scenario in dict.fromkeys(scenarios):
+        others = [one for one in curves if one.cluster != scenario]
+        fits = fit(others, resamples=200) if others else {}
+        about = {
+            "model": setting.model_name,
+            "tier": setting.tier,
+            "left_out": scenario,
+            "traces": len(others),
+            "burst": setting.calibration_burst,
+        }
+        profile = calibrated(fits, provenance=about)
+        path = folder / "profiles" / f"{scenario}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            profile.save(path)
+        profiles[scenario] = profile
+    return profiles
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON to a file that is either complete or not there."""
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    write_whole(path, lambda partial: Path(partial).write_text(text, encoding="utf-8"))
+
+
+def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
+    """Write down what this folder is a run of, or check that it is one of this.
+
+    Raises:
+        StudyError: it is a run of something else.
+    """
+    now = _config(setting, episodes)
+    path = folder / _CONFIG
+    if not path.exists():
+        write_json(path, now)
+        return
+    try:
+        before = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        raise StudyError(f"{str(path)!r} is damaged; remove it, or use another --out.") from None
+    for name in ("model", "dtype", "tier", "burst", "calibration_burst"):
+        if before.get(name) != now[name]:
+            raise StudyError(
+                f"{str(folder)!r} holds a run with {name} {before.get(name)!r}, not "
+                f"{now[name]!r}; use another --out, or remove it."
+            )
+    for name, text in now["episodes"].items():
+        if before["episodes"].get(name, text) != text:
+            raise StudyError(
+                f"{str(folder)!r} holds a run of another text of episode {name!r}; use another "
+                f"--out, or remove it."
+            )
+    write_json(path, {**now, "episodes": {**before["episodes"], **now["episodes"]}})
+
+
+def _config(setting: Setting, episodes: Sequence[Episode]) -> dict[str, Any]:
+    return {
+        "name": setting.name,
+        "model": setting.model_name,
+        "dtype": setting.dtype,
+        "tier": setting.tier,
+        "burst": setting.burst,
+        "calibration_burst": setting.calibration_burst,
+        "episodes": {
+            episode.name: hashlib.sha256(
+                json.dumps(asdict(episode), sort_keys=True).encode()
+            ).hexdigest()[:16]
+            for episode in episodes
+        },
+    }
+
+
+def _provenance() -> dict[str, str]:
+    return {
+        "versions": json.dumps(versions("tokenizers"), sort_keys=True),
+        "commit": commit() or "",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _rows(folder: Path, episode: Episode) -> Path:
+    return folder / "rows" / f"{episode.name}.parquet"
+
+
+def _key(condition: Condition) -> tuple[str, str]:
+    return condition.name, condition.to_json()
+
+
+def _done(path: Path) -> set[tuple[str, str]]:
+    if not path.exists():
+        return set()
+    table = pq.read_table(path, columns=["policy", "condition"])
+    return {(row["policy"], row["condition"]) for row in table.to_pylist()}
+
+
+def _writer(content: bytes) -> Callable[[str], Any]:
+    return lambda partial: Path(partial).write_bytes(content)
+
+
+def with_changes(setting: Setting, **changes: Any) -> Setting:
+    """Return a setting with what is not None changed."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(setting, **given)
