@@ -2,6 +2,8 @@
 # make test     run the tests
 # make check    tests, lint, types, imports: what a change must pass
 # make slow     the tests with real models (minutes)
+# make study    run a small study on the embedded model, and open its report (minutes)
+# make peers    the other libraries' environments, for peers/ (docs/peers.md)
 # make bench    measure the engine and write docs/results/engine.md
 # make install  only the set-up that the others do first
 
@@ -14,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check lint slow bench install clean
+.PHONY: demo test check lint slow study peers bench install clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=2 $(BIN)/memdecay demo
@@ -24,6 +26,10 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+study: $(STAMP)
+	$(BIN)/memdecay study run --setting quick --out runs
+	$(BIN)/memdecay study report runs --setting quick -o runs/report --open
 
 check: lint test
 
