@@ -229,6 +229,7 @@ class Maker:
         kept: float,
         answer: str,
         gold_logprob: float,
+        dtype: str | None = None,
     ) -> dict[str, Any]:
         """Return one row.
 
@@ -241,13 +242,14 @@ class Maker:
             kept: tokens that stayed, a mean over layers and heads.
             answer: the decoded text.
             gold_logprob: in nats, NaN if it cannot be had.
+            dtype: of weights and cache, if not the episode's.
         """
         length = len(episode.context_ids)
         return {
             "setting": episode.setting,
             "model": episode.model,
             "tier": episode.tier,
-            "dtype": episode.dtype,
+            "dtype": dtype or episode.dtype,
             "scenario": episode.scenario,
             "variant": episode.variant,
             "region": probe.region,
