@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+
+from memdecay.calibration.curves import Curves
+from memdecay.study.rows import write_rows
 
 SCENARIOS = ("archive", "bakery", "clinic", "freight", "network", "observatory", "press", "theatre")
 REGIONS = {"system": "code", "user": "natural", "tool_out": "code", "retrieval": "natural"}
@@ -109,7 +114,7 @@ def study() -> pd.DataFrame:
         condition_rows("memdecay", ours, condition=_condition()),
         condition_rows("snapkv", attentive, group="policy"),
         condition_rows("oracle", full, group="control"),
-        condition_rows("memdecay[labels=shuffled]", newest, group="control"),
+        condition_rows("shuffled", newest, group="control"),
         condition_rows("kvpress:snapkv", strong, group="peer"),
         condition_rows(
             "kvpress:kvzip", full, group="peer", kept=lambda budget: int((budget + 0.1) * SEQ_LEN)
@@ -117,7 +122,7 @@ def study() -> pd.DataFrame:
     ]
     parts += [
         condition_rows(
-            f"memdecay[{name}={json.dumps(value)}]",
+            f"memdecay[{name}={value}]",
             rule,
             group=group,
             condition=_condition(**{name: value}),
@@ -125,7 +130,7 @@ def study() -> pd.DataFrame:
         for group, name, value, rule in (
             ("ablation", "attention_weight", 0.2, ours),
             ("ablation", "attention_weight", 0.8, ours),
-            ("ablation", "pinning", False, newest),
+            ("ablation", "pinned", "no", newest),
             ("sweep", "page_size", 8, attentive),
             ("sweep", "page_size", 32, newest),
             ("sweep", "observe_every", 4, ours),
@@ -138,13 +143,43 @@ def study() -> pd.DataFrame:
 
 
 def _condition(**changed: Any) -> dict[str, Any]:
-    base = {
-        "policy": {"name": "memdecay", "attention_weight": 0.5},
+    """What the run records of memdecay's conditions."""
+    base: dict[str, Any] = {
+        "policy": "memdecay",
+        "params": {},
         "page_size": 16,
-        "observe_every": 1,
+        "align": None,
         "clock": "steps",
+        "observe_every": 1,
+        "pinned": None,
+        "noise": 0.0,
     }
     if "attention_weight" in changed:
-        base["policy"] = {"name": "memdecay", **changed}
-        return base
+        return {**base, "params": changed}
     return {**base, **changed}
+
+
+def made_curves() -> list[Curves]:
+    """Return curves of eight scenarios: system halves in 100 steps, scratchpad in 15."""
+    rng = np.random.default_rng(3)
+    curves = []
+    for scenario in SCENARIOS:
+        one = Curves(f"{scenario}-0", scenario)
+        age = np.arange(1, 41)
+        for region, half_life in (("system", 100), ("scratchpad", 15)):
+            index = np.full(len(age), one.regions.index(region))
+            mass = 0.003 * 0.5 ** (age / half_life) * rng.lognormal(0, 0.002, len(age))
+            one.add(index, age, mass)
+        curves.append(one)
+    return curves
+
+
+def write_run(folder: Path, rows: pd.DataFrame) -> None:
+    """Write rows as a run does, those of peers apart, one file an episode."""
+    for (scenario, variant), part in rows.groupby(["scenario", "variant"]):
+        for peers, name in ((False, "rows"), (True, "peers")):
+            chosen = part[(part["group"] == "peer") == peers]
+            if len(chosen):
+                path = folder / name / f"{scenario}-{variant}.parquet"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_rows(path, chosen.to_dict("records"))

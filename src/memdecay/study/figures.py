@@ -13,6 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from memdecay.calibration.figure import draw as draw_curves
 from memdecay.policy import retention
@@ -23,7 +24,7 @@ from memdecay.study.statistics import BASE, NON_SYSTEM
 
 _INK, _FAINT = "#010203", "#040506"
 """Colours that occur in no picture: the page puts its own in their place."""
-_BUDGETS = (("#0077bb", "o"), ("#ee7733", "s"), ("#ee3377", "^"), ("#009988", "D"))
+_BUDGETS = (("#1f86cc", "o"), ("#ee7733", "s"), ("#ee3377", "^"), ("#009988", "D"))
 """Colour and marker of a budget, the largest first; colour-blind people can tell them apart."""
 _STYLE = {
     "svg.fonttype": "none",
@@ -107,9 +108,7 @@ def recall(evidence: Evidence, groups: Sequence[str]) -> str:
     """Return recall and its interval for every policy of these groups, at each budget."""
     found = evidence.members(*groups)
     policies = [*(name for name in ("full", BASE) if name not in found), *found]
-    policies = [
-        name for name in policies if evidence.cell(name, 1.0, NON_SYSTEM) or _any(evidence, name)
-    ]
+    policies = [name for name in policies if _cells(evidence, name)]
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -148,8 +147,11 @@ def sweeps(evidence: Evidence) -> str | None:
     def draw(figure: Figure) -> None:
         grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
         every: list[Axes] = list(grid.ravel())
+        tops = [0.1]
         for axes, (name, points) in zip(every, varied.items(), strict=False):
             _line(axes, evidence, name, points)
+            tops += [cell["high"] for _, policy in points for cell in _cells(evidence, policy)]
+        every[0].set_ylim(-0.03, min(1.03, 1.08 * max(top for top in tops if top == top)))
         for axes in every[len(varied) :]:
             axes.set_visible(False)
         for axes in every[::columns]:
@@ -182,6 +184,8 @@ def _dots(axes: Axes, evidence: Evidence, policies: Sequence[str], region: str) 
 
 def _line(axes: Axes, evidence: Evidence, name: str, points: Sequence[tuple[Any, str]]) -> None:
     places = range(len(points))
+    # Between words, unlike between numbers, there is nothing that a line could mean.
+    dashes = "-" if sum(not _rank(value)[0] for value, _ in points) > 1 else ""
     for number, budget in enumerate(evidence.budgets):
         colour, marker = _BUDGETS[number % len(_BUDGETS)]
         cells = [evidence.cell(policy, budget, NON_SYSTEM) for _, policy in points]
@@ -192,24 +196,26 @@ def _line(axes: Axes, evidence: Evidence, name: str, points: Sequence[tuple[Any,
         axes.plot(
             [place + shift for place, _ in known],
             [cell["recall"] for _, cell in known],
-            f"-{marker}",
+            f"{dashes}{marker}",
             color=colour,
             ms=5,
             lw=1.6,
             label=f"{budget:.0%} of the cache",
         )
-    axes.set_xticks(list(places), [str(value) for value, _ in points])
+    axes.set_xticks(
+        list(places),
+        [f"{value:g}" if isinstance(value, float) else str(value) for value, _ in points],
+    )
     for label, (_, policy) in zip(axes.get_xticklabels(), points, strict=True):
         label.set_fontweight("bold" if policy == BASE else "normal")
     axes.set(title=name, xlim=(-0.4, len(points) - 0.6))
-    axes.set_ylim(bottom=-0.02)
     axes.grid(axis="y")
 
 
 def _whisker(axes: Axes, way: str, place: float, cell: dict[str, Any], colour: str) -> None:
     if cell["low"] == cell["low"]:  # NaN where there is no interval
         ends, at = (cell["low"], cell["high"]), (place, place)
-        axes.plot(*((ends, at) if way == "h" else (at, ends)), color=colour, lw=1.3, alpha=0.75)
+        axes.plot(*((ends, at) if way == "h" else (at, ends)), color=colour, lw=1.4, alpha=0.85)
 
 
 def _varied(evidence: Evidence) -> dict[str, list[tuple[Any, str]]]:
@@ -232,8 +238,9 @@ def _rank(value: Any) -> tuple[bool, float, str]:
     return (not found, float(found[1]) if found else 0.0, str(value))
 
 
-def _any(evidence: Evidence, policy: str) -> bool:
-    return any(evidence.cell(policy, budget, NON_SYSTEM) for budget in evidence.budgets)
+def _cells(evidence: Evidence, policy: str) -> list[dict[str, Any]]:
+    found = (evidence.cell(policy, budget, NON_SYSTEM) for budget in evidence.budgets)
+    return [cell for cell in found if cell]
 
 
 def _scores(region: str, refreshed: int | None) -> list[float]:
@@ -274,7 +281,8 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Figure], None])
         draw: fills the figure.
     """
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        layout = ConstrainedLayoutEngine(hspace=0.09)
+        figure = Figure(figsize=(width, height), layout=layout)
         FigureCanvasSVG(figure)
         draw(figure)
         file = io.StringIO()

@@ -304,7 +304,7 @@ def _group(evidence: Evidence, group: str, title: str) -> _Blocks:
 def _counting(evidence: Evidence) -> _Blocks:
     lines = tables.missing(evidence)
     episodes = len(evidence.rows[["scenario", "variant"]].drop_duplicates())
-    whole = f"Complete: every condition has all of its {plural(episodes, 'episode')}."
+    whole = f"Nothing is missing: every condition was asked in all {plural(episodes, 'episode')}."
     return [tables.counting(evidence), " ".join(lines) if lines else whole]
 
 
@@ -323,10 +323,11 @@ def _has_rows(folder: Path) -> bool:
 
 
 def _setting_order(name: str) -> tuple[Any, ...]:
-    """Sort models by their size as it is written, and short before long."""
-    words = re.split(r"(\d+(?:\.\d+)?)", name)
-    parts = [float(word) if index % 2 else word for index, word in enumerate(words)]
-    return (*parts[:-1], parts[-1] != "-short", parts[-1])
+    """Sort models by the sizes in their names, and short before long."""
+    model, _, tier = name.rpartition("-")
+    words = re.split(r"(\d+(?:\.\d+)?)", model)
+    numbers = [float(word) if index % 2 else word for index, word in enumerate(words)]
+    return (numbers, tier != "short", tier)
 
 
 def _resource(name: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
 from memdecay.study.document import Cell, Table, interval, number, plural
 from memdecay.study.evidence import GROUPS, Evidence
+from memdecay.study.scenario import VARIANTS, builtin_scenarios
 from memdecay.study.statistics import ALL, BASE, NON_SYSTEM
 
 REGIONS = ("system", "user", "tool_out", "retrieval")
@@ -70,7 +71,7 @@ def recall(evidence: Evidence, budget: float, groups: Sequence[str], title: str)
     strong = frozenset(index for index, row in enumerate(rows) if row[0] == f"`{BASE}`")
     return Table(
         f"{title} at {budget:.0%} of the cache",
-        ("policy", "#kept", *headings, "#log p of gold, non-system", "#probes"),
+        ("policy", "#kept", *headings, "#log p, non-system", "#probes"),
         rows,
         strong=strong,
     )
@@ -131,8 +132,8 @@ def variants(evidence: Evidence, group: str, title: str, note: str = "") -> Tabl
     policies = evidence.members(group)
     policies = [*([] if BASE in policies else [BASE]), *policies]
     rows: list[list[str | Cell]] = []
-    for policy in policies:
-        for budget in evidence.budgets:
+    for budget in evidence.budgets:
+        for policy in policies:
             outside = evidence.cell(policy, budget, NON_SYSTEM)
             if not outside:
                 continue
@@ -147,8 +148,7 @@ def variants(evidence: Evidence, group: str, title: str, note: str = "") -> Tabl
                     _recall(evidence.cell(policy, budget, "system")),
                     delta(against, reverse=True) if against else "",
                     _logprob(outside),
-                    "" if policy == BASE else str(changed["kept"]),
-                    "" if policy == BASE else str(changed["recall"]),
+                    *("" if policy == BASE else _share(changed, key) for key in ("kept", "recall")),
                 ]
             )
     strong = frozenset(index for index, row in enumerate(rows) if row[0] == f"`{BASE}`")
@@ -156,8 +156,7 @@ def variants(evidence: Evidence, group: str, title: str, note: str = "") -> Tabl
         title,
         (
             *("condition", "#budget", "#kept", "#non-system", "#system"),
-            *(f"#minus `{BASE}`, non-system", "#log p of gold", "#kept count differs"),
-            "#answers differ",
+            *(f"#minus `{BASE}`", "#log p of gold", "#kept count differs", "#outcome differs"),
         ),
         rows,
         note,
@@ -165,10 +164,14 @@ def variants(evidence: Evidence, group: str, title: str, note: str = "") -> Tabl
     )
 
 
+def _share(changed: dict[str, int], key: str) -> Cell:
+    return Cell(f"{changed[key]} of {changed['rows']}", float(changed[key]))
+
+
 def overhead(evidence: Evidence) -> Table:
     """Return what was timed, whatever it is, with units."""
     rows: list[list[str | Cell]] = []
-    for name, value in sorted(_scalars(evidence.overhead)):
+    for name, value in _scalars(evidence.overhead):
         text, unit = _named(name)
         shown = number(float(value), _digits(value)) if _is_number(value) else str(value)
         rows.append([text, shown, unit])
@@ -213,7 +216,7 @@ def missing(evidence: Evidence) -> list[str]:
     """Return in words what a complete setting would have and this one has not, if anything."""
     probes = evidence.probes
     episodes = {f"{s}-{v}" for s, v in zip(probes["scenario"], probes["variant"], strict=True)}
-    expected = set(_expected(evidence, probes))
+    expected = _expected(evidence, probes)
     lines = []
     if expected - episodes:
         lines.append(f"Not run: {_names(expected - episodes)}.")
@@ -237,12 +240,14 @@ def missing(evidence: Evidence) -> list[str]:
     return lines
 
 
-def _expected(evidence: Evidence, probes: pd.DataFrame) -> list[str]:
-    told = evidence.about.get("episodes")
-    if isinstance(told, list):
-        return [str(name) for name in told]
-    variants = sorted(set(probes["variant"]))
-    return [f"{s}-{v}" for s in sorted(set(probes["scenario"])) for v in variants]
+def _expected(evidence: Evidence, probes: pd.DataFrame) -> set[str]:
+    """Return the episodes that a complete setting has: what the run says, and whole scenarios."""
+    scenarios = set(probes["scenario"])
+    variants: Iterable[int] = set(probes["variant"])
+    if scenarios <= set(builtin_scenarios()):
+        scenarios, variants = set(builtin_scenarios()), range(VARIANTS)
+    told = {str(name) for name in evidence.about.get("episodes", ())}
+    return told | {f"{scenario}-{variant}" for scenario in scenarios for variant in variants}
 
 
 def _names(episodes: set[str]) -> str:
