@@ -35,6 +35,18 @@ SEEN = "openvino:question_seen"
 POLICIES = (NONE, SEEN)
 BLOCK = 32
 """Tokens of a block of its cache on a CPU; all sizes must be multiples of it."""
+CONDITIONS: dict[str, dict[str, Any]] = {
+    NONE: {"eviction": "none"},
+    SEEN: {
+        "eviction": "blocks by attention, after the whole prompt, question included",
+        "start_size": BLOCK,
+        "recent_size": BLOCK,
+        "max_cache_size": "budget and question, in whole blocks",
+        "aggregation_mode": "NORM_SUM",
+        "apply_rotation": False,
+        "snapkv_window_size": 8,
+    },
+}
 app = typer.Typer(add_completion=False)
 
 
@@ -147,7 +159,7 @@ def _rows(engines: Engines, task: Task, policy: str) -> list[dict[str, Any]]:
                         task.episode,
                         probe,
                         policy=policy,
-                        condition=_condition(size),
+                        condition=CONDITIONS[policy],
                         budget=budget,
                         kept=kept,
                         answer=answer,
@@ -156,20 +168,6 @@ def _rows(engines: Engines, task: Task, policy: str) -> list[dict[str, Any]]:
                     )
                 )
     return rows
-
-
-def _condition(size: int) -> dict[str, Any]:
-    if not size:
-        return {"eviction": "none"}
-    return {
-        "eviction": "blocks by attention, after the whole prompt, question included",
-        "start_size": BLOCK,
-        "recent_size": BLOCK,
-        "max_cache_size": size,
-        "aggregation_mode": "NORM_SUM",
-        "apply_rotation": False,
-        "snapkv_window_size": 8,
-    }
 
 
 if __name__ == "__main__":
