@@ -59,16 +59,15 @@ class Workers(Protocol):
 
 
 def episodes_of(setting: Setting) -> list[Episode]:
-    """Return the episodes of a setting.
+    """Return the episodes of a setting, the first variant of every scenario first.
 
     Raises:
         StudyError: a scenario is not usable.
     """
-    return [
-        episode
-        for episode in load_episodes(setting.tier, setting.scenarios)
-        if episode.variant in setting.variants
-    ]
+    episodes = load_episodes(setting.tier, setting.scenarios)
+    chosen = [episode for episode in episodes if episode.variant in setting.variants]
+    # A run that is stopped early then has as many scenarios as possible.
+    return sorted(chosen, key=lambda episode: episode.variant)
 
 
 def run_setting(
@@ -151,8 +150,7 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
         profile = calibrated(fits, provenance=about)
         path = folder / "profiles" / f"{scenario}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            profile.save(path)
+        profile.save(path)
         profiles[scenario] = profile
     return profiles
 
