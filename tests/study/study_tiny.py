@@ -18,7 +18,7 @@ facts:
   system: {kind: code, question: "Which key starts the saw?", values: [K7-41, P2-88, M9-03]}
   user: {kind: natural, question: "Who fetches the planks?", values: [Ines, Bruno, Oskar]}
   tool_out: {kind: code, question: "Which lot is the oak?", values: [4471B, 9920F, 3018C]}
-  retrieval: {kind: natural, question: "In which town is the dryer?", values: [Lorca, Braga, Teruel]}
+  retrieval: {kind: natural, question: "Which town has the dryer?", values: [Lorca, Braga, Teruel]}
 values:
   day: [Monday, Friday, Sunday]
 short:
@@ -79,7 +79,7 @@ def two_scenarios(folder: Path) -> tuple[str, str]:
 
 @functools.cache
 def small(name: str = "llama") -> tuple[Any, Any]:
-    """A tiny random model of a family and its tokenizer, shared by all tests that change neither."""
+    """A tiny random model of a family and its tokenizer, shared: no test may change them."""
     return tiny(name)
 
 

@@ -10,7 +10,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+)
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -25,7 +32,7 @@ KINDS = ("code", "natural")
 TIERS = ("short", "long")
 
 _ASKED = "{question} Answer with the value only."
-_PLACE = re.compile(r"<<(\w+)>>")
+_PLACE = re.compile(r"<<([^<>\n]*)>>")
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
@@ -90,7 +97,7 @@ class _Fact(_Model):
 
 class _Call(_Model):
     tool: Text
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, JsonValue] = {}
 
 
 class _Item(_Model):
@@ -155,8 +162,9 @@ def load_scenario(source: str | Path) -> list[Episode]:
     else:
         try:
             text = Path(source).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~nobody
+            text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            reason = (getattr(error, "strerror", None) or text).rstrip(".")
             raise StudyError(
                 f"scenario is {name!r}, but it must be a YAML file or one of "
                 f"{', '.join(builtin_scenarios())}: {reason}."
