@@ -206,8 +206,6 @@ def _setting(
     from memdecay.study.run import with_changes
     from memdecay.study.settings import SETTINGS, Setting, get_setting
 
-    if dtype is not None and dtype not in ("bfloat16", "float32"):
-        raise StudyError(f"dtype is {dtype!r}, but it must be bfloat16 or float32.")
     changes: dict[str, Any] = {
         "dtype": dtype,
         "scenarios": tuple(scenario) if scenario else None,

@@ -11,6 +11,8 @@ from memdecay.errors import StudyError
 from memdecay.study.conditions import GROUPS
 from memdecay.study.scenario import TIERS
 
+DTYPES = ("bfloat16", "float32")
+
 _QWEN = "~/.cache/memdecay/models/qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
 _LARGE_GROUPS = ("paper", "policy", "control")
 
@@ -47,7 +49,7 @@ class Setting:
     calibration_burst: int = 48
 
     def __post_init__(self) -> None:
-        """Refuse tiers, groups and variants that there are not."""
+        """Refuse a tier, groups, a dtype and variants that there are not."""
         if self.tier not in TIERS:
             raise StudyError(f"tier is {self.tier!r}, but it must be one of {', '.join(TIERS)}.")
         for group in self.groups:
@@ -55,6 +57,10 @@ class Setting:
                 raise StudyError(f"group is {group!r}, but it must be one of {', '.join(GROUPS)}.")
         if not self.groups:
             raise StudyError(f"groups is empty, but it must name some of {', '.join(GROUPS)}.")
+        if self.dtype not in DTYPES:
+            raise StudyError(f"dtype is {self.dtype!r}, but it must be {' or '.join(DTYPES)}.")
+        if not self.variants:
+            raise StudyError("variants is empty, but it must name some of 0, 1 and 2.")
         for variant in self.variants:
             if variant not in (0, 1, 2):
                 raise StudyError(f"variant is {variant!r}, but it must be 0, 1 or 2.")
