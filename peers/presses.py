@@ -156,7 +156,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, context_ids: Sequence[int]) -> i
 
     KVzip does not score them. It takes them from the template of a lone user message, where the
     default system text of SmolLM2 and Qwen2.5 counts as well: of a conversation with a system
-    message of its own, it would drop the first thirty tokens unseen.
+    message of its own, it would drop the first two dozen tokens unseen.
     """
     mark = "zqwxcontent"
     text = tokenizer.apply_chat_template([{"role": "system", "content": mark}], tokenize=False)
