@@ -91,7 +91,11 @@ class Engines:
         self._made: dict[int, Any] = {}
 
     def pipeline(self, size: int) -> Any:
-        """Return the pipeline that evicts down to so many tokens, 0 for never."""
+        """Return the pipeline that evicts down to so many tokens, 0 for never.
+
+        Raises:
+            PeerError: OpenVINO cannot read the model.
+        """
         if size not in self._made:
             scheduler = genai.SchedulerConfig()
             scheduler.cache_size = 1  # GB
@@ -104,7 +108,14 @@ class Engines:
                     max_cache_size=size,
                     aggregation_mode=genai.AggregationMode.NORM_SUM,
                 )
-            self._made[size] = genai.ContinuousBatchingPipeline(str(self._model), scheduler, "CPU")
+            try:
+                made = genai.ContinuousBatchingPipeline(str(self._model), scheduler, "CPU")
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise PeerError(
+                    f"--model is {str(self._model)!r}, but OpenVINO cannot read it: {reason}."
+                ) from None
+            self._made[size] = made
         return self._made[size]
 
     def answers(self, size: int, episode: Episode, probes: Sequence[Probe]) -> list[str]:
