@@ -57,7 +57,7 @@ class TestVerdict:
         assert "0 wins, 0 ties, 2 losses outside" in summary
         assert "behind `kvpress:kvzip` (−0.78 [−0.78, −0.78]) and `kvpress:snapkv`" in half
         assert "ahead of `h2o` (+0.50 [" in half  # in the system region
-        assert "Of 2 peers it is level with `kvpress:kvzip` and `kvpress:snapkv`" in half
+        assert "Of 2 peers it is level with `kvpress:kvzip` and `kvpress:snapkv`; by the" in half
         assert "ahead of `kvpress:snapkv`" not in half and "level with `random`" not in quarter
         assert "**`retrieval` facts at 50%:** 0.67 [0.67, 0.67]. 4 wins, 0 ties, 2 losses" in half
 
@@ -78,6 +78,30 @@ class TestVerdict:
             for name in ("h2o", "streaming", "kvpress:three", "kvpress:four")
         }
         assert list(results.values()) == ["tie", "win", "tie", "loss"]
+
+    def test_log_probabilities_are_counted_beside_recall(self) -> None:
+        rows = pd.concat(
+            [
+                condition_rows("memdecay", newest, gold_logprob=-2.0),
+                condition_rows("kvpress:a", newest, group="peer", gold_logprob=-1.0),
+                condition_rows("kvpress:b", newest, group="peer", gold_logprob=-3.0),
+                condition_rows("openvino:c", newest, group="peer", gold_logprob=float("nan")),
+            ]
+        )
+        one = weigh(rows)
+        _, half, _ = verdict.paragraphs(one)
+        assert "Of 3 peers it is level with `kvpress:a`, `kvpress:b` and `openvino:c`" in half
+        assert "by the log-probability of the gold answer, 1 win, 0 ties, 1 loss." in half
+        assert verdict.counts([one], "peer").rows[0][3] == Cell("0 / 3 / 0", 0)
+        assert verdict.counts([one], "peer", "logprob").rows[0][3] == Cell("1 / 0 / 1", 0)
+
+    def test_one_scenario_says_that_it_has_no_interval(self) -> None:
+        parts = [
+            condition_rows(name, rule, scenarios=("clinic",))
+            for name, rule in (("memdecay", newest), ("h2o", full))
+        ]
+        summary, half, _ = verdict.paragraphs(weigh(pd.concat(parts)))
+        assert "One scenario has no interval" in summary and "level with `h2o`" in half
 
     def test_checks_and_those_who_saw_the_question_are_no_rivals(self) -> None:
         rows = pd.concat(

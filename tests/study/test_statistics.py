@@ -105,6 +105,11 @@ class TestIntervals:
         assert (low[0], high[0]) == (alone[0][0], alone[1][0])
         assert high[1] > high[0]
 
+    def test_rounding_leaves_no_width_where_clusters_agree(self) -> None:
+        counts = np.arange(1.0, 9.0)[None]
+        low, high = intervals(0.1 * counts, counts)
+        assert low[0] == high[0] == (0.1 * counts).sum() / counts.sum()
+
     def test_many_cells_are_each_as_if_alone(self) -> None:
         rng = np.random.default_rng(5)
         sums, counts = rng.integers(0, 9, (700, 8)).astype(float), np.full((700, 8), 9.0)

@@ -192,7 +192,10 @@ def provenance(settings: Sequence[Evidence]) -> str:
 
 def _overview(settings: Sequence[Evidence]) -> list[Section]:
     groups = [g for g in verdict.RIVALS if any(verdict.rivals(one, g) for one in settings)]
-    found = [Section("By setting and region", [verdict.counts(settings, g) for g in groups])]
+    counted = [
+        verdict.counts(settings, group, by) for group in groups for by in ("recall", "logprob")
+    ]
+    found = [Section("By setting and region", counted)]
     regions = [(NON_SYSTEM, "outside the system region"), ("system", "in the system region")]
     regions += [(region, f"`{region}` facts") for region in tables.REGIONS if region != "system"]
     for group in groups:

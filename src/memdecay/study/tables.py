@@ -207,9 +207,15 @@ def delta(found: dict[str, Any], *, reverse: bool = False) -> Cell:
     return Cell(interval(value, low, high, signed=True), float(value), _mark(low, high))
 
 
-def outcome(found: dict[str, Any]) -> str:
-    """Return "win", "loss" or "tie" for a line of `compare`: a tie is an interval with 0 in it."""
-    return delta(found).mark or "tie"
+def outcome(found: dict[str, Any], by: str = "recall") -> str:
+    """Return "win", "loss" or "tie" for a line of `compare`: a tie is an interval with 0 in it.
+
+    Args:
+        found: the line.
+        by: "recall", or "logprob" for the log-probability of the gold answer.
+    """
+    before = "logprob_" if by == "logprob" else ""
+    return _mark(found[f"{before}low"], found[f"{before}high"]) or "tie"
 
 
 def missing(evidence: Evidence) -> list[str]:

@@ -50,6 +50,8 @@ def paragraphs(evidence: Evidence) -> list[str]:
     )
     if not any(evidence.cell(BASE, budget, NON_SYSTEM) for budget in evidence.budgets):
         return [f"{opening} There are no rows of `{BASE}` yet, so nothing can be said of it."]
+    if scenarios < 2:
+        opening += " One scenario has no interval, so nothing below counts as a difference."
     summary = [opening, *(_summary(evidence, budget) for budget in evidence.budgets)]
     return [" ".join(summary), *(_details(evidence, budget) for budget in evidence.budgets)]
 
@@ -107,7 +109,11 @@ def _against(evidence: Evidence, budget: float, region: str, group: str) -> str:
         if found[result]
     ]
     one, many = RIVALS[group]
-    return f"Of {total} {one if total == 1 else many} it is {'; '.join(parts)}."
+    by_logprob = _results([evidence], group, budget, region, "logprob")
+    said = (
+        f"; by the log-probability of the gold answer, {_score(by_logprob)}" if by_logprob else ""
+    )
+    return f"Of {total} {one if total == 1 else many} it is {'; '.join(parts)}{said}."
 
 
 def _region(evidence: Evidence, budget: float, region: str) -> str:
@@ -164,11 +170,15 @@ def headline(settings: Sequence[Evidence]) -> list[str]:
     return [opening, "\n".join(lines)]
 
 
-def _results(settings: Sequence[Evidence], group: str, budget: float, region: str) -> list[str]:
+def _results(
+    settings: Sequence[Evidence], group: str, budget: float, region: str, by: str = "recall"
+) -> list[str]:
     lines = [
         one.difference(name, budget, region) for one in settings for name in rivals(one, group)
     ]
-    return [outcome(line) for line in lines if line]
+    # A peer that cannot tell log-probabilities is no tie in them.
+    known = [line for line in lines if line and line["logprob_delta"] == line["logprob_delta"]]
+    return [outcome(line, by) for line in (known if by == "logprob" else lines) if line]
 
 
 def score(evidence: Evidence, budget: float, region: str) -> dict[str, int]:
@@ -190,13 +200,19 @@ def standing(settings: Sequence[Evidence], group: str, region: str, title: str) 
     )
 
 
-def counts(settings: Sequence[Evidence], group: str) -> Table:
-    """Return wins, ties and losses against a group: a row a setting, a column a region."""
+def counts(settings: Sequence[Evidence], group: str, by: str = "recall") -> Table:
+    """Return wins, ties and losses against a group: a row a setting, a column a region.
+
+    Args:
+        settings: what is known.
+        group: of the rivals.
+        by: "recall", or "logprob" for the log-probability of the gold answer.
+    """
     shown = [NON_SYSTEM, *REGIONS]
     rows: list[list[str | Cell]] = []
     for one in settings:
         for budget in one.budgets:
-            found = [_results([one], group, budget, region) for region in shown]
+            found = [_results([one], group, budget, region, by) for region in shown]
             if any(found):
                 cells = [
                     Cell(
@@ -209,7 +225,8 @@ def counts(settings: Sequence[Evidence], group: str) -> Table:
     names = {NON_SYSTEM: "non-system"}
     headings = [f"#{names.get(region, region)}" for region in shown]
     return Table(
-        f"Won / tied / lost against {RIVALS[group][1]}",
+        f"Won / tied / lost against {RIVALS[group][1]}, by "
+        f"{'recall' if by == 'recall' else 'the log-probability of the gold answer'}",
         ("setting", "model", "#budget", *headings),
         rows,
     )
