@@ -31,6 +31,23 @@ study: $(STAMP)
 	$(BIN)/memdecay study run --setting quick --out runs
 	$(BIN)/memdecay study report runs --setting quick -o runs/report --open
 
+KVPRESS := .venv-kvpress
+OPENVINO := .venv-openvino
+
+peers: $(KVPRESS)/installed $(OPENVINO)/installed
+	$(KVPRESS)/bin/python peers/check_kvpress.py
+
+$(KVPRESS)/installed: peers/requirements-kvpress.txt
+	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-kvpress.txt
+	touch $@
+
+$(OPENVINO)/installed: peers/requirements-openvino.txt
+	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-openvino.txt
+	touch $@
+
 check: lint test
 
 lint: $(STAMP)
@@ -54,4 +71,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(KVPRESS) $(OPENVINO) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
