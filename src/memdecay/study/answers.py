@@ -6,7 +6,8 @@ that a step takes. The answers are those of one row at a time (up to how a matri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +73,30 @@ def answer(
     Returns:
         One reply a question, in order.
     """
-    # Rows of like length side by side: attention reads the longest row's width for all.
-    order = sorted(range(len(asks)), key=lambda number: len(asks[number].kept))
     replies: dict[int, Reply] = {}
-    for start in range(0, len(order), rows):
-        chosen = order[start : start + rows]
+    ragged = not any(window for window in cache.layout.windows)
+    for chosen in _batches(asks, rows, ragged=ragged):
         batch = _answer_batch(model, cache, [asks[number] for number in chosen], frozenset(ends))
         replies.update(zip(chosen, batch, strict=True))
         advance(len(chosen))
     return [replies[number] for number in range(len(asks))]
+
+
+def _batches(asks: Sequence[Ask], rows: int, *, ragged: bool) -> Iterator[list[int]]:
+    """Yield the numbers of the questions of each batch, rows of like length side by side.
+
+    Attention reads the longest row's width for all of them. A sliding layer counts the padding
+    before a question as a distance, so its rows must have questions of one length (not ragged).
+    """
+
+    def question(number: int) -> int:
+        return 0 if ragged else len(asks[number].question)
+
+    order = sorted(range(len(asks)), key=lambda number: (question(number), len(asks[number].kept)))
+    for _, alike in itertools.groupby(order, key=question):
+        group = list(alike)
+        for start in range(0, len(group), rows):
+            yield group[start : start + rows]
 
 
 def _answer_batch(

@@ -202,7 +202,9 @@ def oracle(mass: Tensor, where: tuple[int, int], budget: int, around: int = 16) 
         (budget,) int64 positions, ascending.
     """
     score = mass.double().clone()
-    score[max(0, where[0] - around) : where[1] + around] += score.sum() + 1
+    most = score.sum() + 1
+    score[max(0, where[0] - around) : where[1] + around] += most
+    score[where[0] : where[1]] += most  # first of all, should the budget be tiny
     return torch.topk(score, min(budget, len(score))).indices.sort().values
 
 
