@@ -99,7 +99,11 @@ def read_rows(folder: Path) -> pd.DataFrame:
         missing = [name for name in SCHEMA.names if name not in table.column_names]
         if missing:
             raise StudyError(f"{file.name!r} is not a file of rows: it has no {missing[0]!r}.")
-        tables.append(table.select(SCHEMA.names).cast(SCHEMA))
+        try:
+            tables.append(table.select(SCHEMA.names).cast(SCHEMA))
+        except pa.ArrowException as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise StudyError(f"{file.name!r} is not a file of rows: {reason}.") from None
     frame: pd.DataFrame = pa.concat_tables(tables).to_pandas()
     key = ["scenario", "variant", "group", "policy", "condition", "seed", "budget", "region"]
     frame = frame.sort_values(key, ascending=[True] * 6 + [False, True], kind="stable")

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from memdecay.calibration.curves import load_curves
@@ -102,7 +103,8 @@ def run_setting(
     made_by = _provenance()
     tasks = []
     for episode in episodes:
-        missing = [one for one in chosen if _key(one) not in _done(_rows(folder, episode))]
+        done = _done(_rows(folder, episode))
+        missing = [one for one in chosen if _key(one) not in done]
         if missing:
             own = {"calibrated": profiles[episode.scenario], "default": Profile.default()}
             plain = {name: profile.to_dict() for name, profile in own.items()}
@@ -110,8 +112,7 @@ def run_setting(
     advance("ask", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         path = _rows(folder, task.episode)
-        before = pq.read_table(path).to_pylist() if path.exists() else []
-        write_rows(path, [*before, *made])
+        write_rows(path, [*_table(path), *made])
     overhead = folder / "overhead.json"
     if not overhead.exists():
         for _, made in workers.results([Task("overhead", setting, episodes[0])], advance):
@@ -174,7 +175,8 @@ def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
         return
     try:
         before = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        texts = dict(before["episodes"])
+    except (OSError, ValueError, LookupError, TypeError):
         raise StudyError(f"{str(path)!r} is damaged; remove it, or use another --out.") from None
     for name in ("model", "dtype", "tier", "burst", "calibration_burst"):
         if before.get(name) != now[name]:
@@ -183,12 +185,12 @@ def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
                 f"{now[name]!r}; use another --out, or remove it."
             )
     for name, text in now["episodes"].items():
-        if before["episodes"].get(name, text) != text:
+        if texts.get(name, text) != text:
             raise StudyError(
                 f"{str(folder)!r} holds a run of another text of episode {name!r}; use another "
                 f"--out, or remove it."
             )
-    write_json(path, {**now, "episodes": {**before["episodes"], **now["episodes"]}})
+    write_json(path, {**now, "episodes": {**texts, **now["episodes"]}})
 
 
 def _config(setting: Setting, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -225,10 +227,22 @@ def _key(condition: Condition) -> tuple[str, str]:
 
 
 def _done(path: Path) -> set[tuple[str, str]]:
+    return {(row["policy"], row["condition"]) for row in _table(path, "policy", "condition")}
+
+
+def _table(path: Path, *columns: str) -> list[dict[str, Any]]:
+    """Return the rows of an episode's file, none if there is no file yet.
+
+    Raises:
+        StudyError: it is damaged.
+    """
     if not path.exists():
-        return set()
-    table = pq.read_table(path, columns=["policy", "condition"])
-    return {(row["policy"], row["condition"]) for row in table.to_pylist()}
+        return []
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(columns) or None).to_pylist()
+    except (pa.ArrowException, OSError):
+        raise StudyError(f"{str(path)!r} is damaged; remove it, and it is made again.") from None
+    return rows
 
 
 def _writer(content: bytes) -> Callable[[str], Any]:
