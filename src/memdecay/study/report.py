@@ -285,7 +285,7 @@ def _ablation(evidence: Evidence) -> _Blocks:
         f"in the outcome (the paper: 4 and 1 of 576)."
     )
     if evidence.rows["keep_digest"].astype(bool).any():
-        said += f" {sets} were asked over another keep set."
+        said += f" {sets} had another keep set."
     return [said, tables.variants(evidence, "ablation", "Attention weight and pins")]
 
 
