@@ -78,7 +78,7 @@ def two_scenarios(folder: Path) -> tuple[str, str]:
 
 
 @functools.cache
-def small(name: str = "llama") -> tuple[Any, Any]:
+def small(name: str) -> tuple[Any, Any]:
     """A tiny random model of a family and its tokenizer, shared: no test may change them."""
     return tiny(name)
 
