@@ -68,10 +68,13 @@ def run(
     """
     require("pyarrow", "statsmodels", "scipy", "pandas")
     with _terminal.results(as_json):
+        from memdecay.errors import StudyError
         from memdecay.study.run import episodes_of, run_setting
 
         chosen = _setting(setting, model, tier, dtype, scenario, variant, groups)
         count = len(episodes_of(chosen))
+        if out.exists() and not out.is_dir():
+            raise StudyError(f"--out is '{out}', but that is a file; it must be a folder of runs.")
         workers = _workers(jobs, ray, count)
         with _terminal.progress() as bar:
             lines = {
@@ -201,7 +204,6 @@ def _setting(
     variant: list[int] | None,
     groups: str | None,
 ) -> Setting:
-    from memdecay.cli._options import names
     from memdecay.errors import StudyError
     from memdecay.study.run import with_changes
     from memdecay.study.settings import SETTINGS, Setting, get_setting
@@ -210,7 +212,7 @@ def _setting(
         "dtype": dtype,
         "scenarios": tuple(scenario) if scenario else None,
         "variants": tuple(variant) if variant else None,
-        "groups": tuple(names(groups)) or None,
+        "groups": _names(groups),
     }
     if name in SETTINGS or model is None or tier is None:
         base = get_setting(name)
@@ -224,6 +226,20 @@ def _setting(
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise StudyError(f"setting is {name!r}, but it must be letters, digits, '-', '_' and '.'.")
     return with_changes(Setting(name, model, Path(model).name, tier), **changes)
+
+
+def _names(groups: str | None) -> tuple[str, ...] | None:
+    from memdecay.errors import StudyError
+
+    if groups is None:
+        return None
+    found = tuple(name.strip() for name in groups.split(","))
+    if not all(found):
+        raise StudyError(
+            f"--groups is {groups!r}, but it must be names with commas between, such as "
+            f"paper,ablation."
+        )
+    return found
 
 
 def _workers(jobs: int | None, ray: str | None, tasks: int) -> Here | Processes | Ray:
