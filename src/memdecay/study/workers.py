@@ -6,10 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ class Processes:
         jobs: how many.
 
     Raises:
-        StudyError: `jobs` is not at least 1.
+        StudyError: `jobs` is not at least 1; later, a process was ended from outside.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -119,6 +121,11 @@ class Processes:
                         advance(*told.get_nowait())
                 for future in done:
                     yield waiting.pop(future), future.result()
+        except BrokenProcessPool:
+            raise StudyError(
+                f"A process of the study was ended, as happens when memory is short; what is done "
+                f"is kept, so run it again, perhaps with fewer --jobs than {self.jobs}."
+            ) from None
         finally:
             for process in (pool._processes or {}).values():
                 process.terminate()
@@ -131,6 +138,7 @@ _told: Any = None
 def _start(told: Any) -> None:
     global _told
     _told = told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is not None:
