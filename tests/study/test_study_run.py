@@ -179,7 +179,7 @@ class TestGoingOn:
             (folder / part / ".abc.part").write_bytes(b"PAR1 half")
         rest = Counted()
         run_setting(setting, tmp_path, rest)
-        assert len(rest.tasks) == 9 - until  # four to measure, four to ask, one to time
+        assert len(rest.tasks) == 10 - until  # four to measure, four to ask, pages, times
         same_rows(folder, whole)
 
     def test_a_run_that_is_done_does_nothing(self, whole: Path, setting: Setting) -> None:

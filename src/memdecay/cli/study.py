@@ -146,21 +146,15 @@ def episodes(
     require("pyarrow", "statsmodels", "scipy", "pandas")
     with _terminal.results(as_json):
         from memdecay.engine import load_model
-        from memdecay.prompt import Conversation
         from memdecay.study.episode_rows import straddle_share
+        from memdecay.study.recording import regions_of
         from memdecay.study.scenario import load_episodes
 
         found = load_episodes(tier, scenarios or None)
         _, tokenizer = load_model(model)
         listed: list[dict[str, Any]] = []
         for episode in found:
-            conversation = Conversation(tokenizer)
-            regions = [
-                name for stage in episode.stages for name in conversation.append(stage).regions
-            ]
-            seed = tokenizer(episode.closing, add_special_tokens=False)["input_ids"]
-            opened = conversation.generation_prompt().regions
-            regions += [*opened, *["scratchpad"] * len(seed)]
+            regions = regions_of(tokenizer, episode)
             listed.append(
                 {
                     "episode": episode.name,

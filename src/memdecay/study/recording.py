@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memdecay.calibration.player import Listener, Observation, Player, Script, Tape
 from memdecay.engine import MemDecayCache
+from memdecay.prompt import Conversation
 from memdecay.study.scenario import Episode, Fact, find_gold
 
 
@@ -61,6 +62,14 @@ class Recording:
 def script_of(episode: Episode) -> Script:
     """Return what a player reads of an episode."""
     return Script(episode.name, episode.scenario, episode.stages, episode.closing)
+
+
+def regions_of(tokenizer: PreTrainedTokenizerBase, episode: Episode) -> list[str]:
+    """Return the region of each token of an episode, its burst left out."""
+    conversation = Conversation(tokenizer)
+    regions = [name for stage in episode.stages for name in conversation.append(stage).regions]
+    closing = tokenizer(episode.closing, add_special_tokens=False)["input_ids"]
+    return [*regions, *conversation.generation_prompt().regions, *["scratchpad"] * len(closing)]
 
 
 def record(

@@ -15,6 +15,7 @@ from typing import Any
 
 from memdecay.errors import StudyError
 from memdecay.study import figures, tables, verdict
+from memdecay.study.beside_paper import beside_paper
 from memdecay.study.cells import cells_json
 from memdecay.study.document import (
     Picture,
@@ -123,6 +124,7 @@ def sections(evidence: Evidence) -> list[Section]:
         Section("Label noise", _group(evidence, "noise", "Spans with a wrong label")),
         Section("Controls", _group(evidence, "control", "Bounds and controls")),
         Section("Overhead", [tables.overhead(evidence)] if evidence.overhead else []),
+        Section("Beside the paper", [beside_paper(evidence)]),
         Section("What was counted, and what is missing", _counting(evidence)),
         Section("How it was made", [provenance([evidence]), _INTERVALS]),
     ]

@@ -32,9 +32,9 @@ class Task:
     """A piece of work that needs the model; it knows all that a worker elsewhere needs.
 
     Args:
-        kind: "measure", "ask", "export" or "overhead".
+        kind: "measure", "ask", "export", "straddle" or "overhead".
         setting: what is run.
-        episode: on what.
+        episode: on what; "straddle" looks at all of the setting.
         conditions: what to compare ("ask").
         profiles: region policies, as `Profile.to_dict` ("ask").
         provenance: what each row says of its making ("ask").
@@ -113,6 +113,10 @@ def run_setting(
     for task, made in workers.results(tasks, advance):
         path = _rows(folder, task.episode)
         write_rows(path, [*_table(path), *made])
+    about = json.loads((folder / _CONFIG).read_text("utf-8"))
+    if "straddle_share" not in about:
+        for _, share in workers.results([Task("straddle", setting, episodes[0])], advance):
+            write_json(folder / _CONFIG, {**about, "straddle_share": share})
     overhead = folder / "overhead.json"
     if not overhead.exists():
         for _, made in workers.results([Task("overhead", setting, episodes[0])], advance):

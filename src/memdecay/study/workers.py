@@ -21,9 +21,10 @@ from memdecay.calibration.measure import measure
 from memdecay.engine import load_model
 from memdecay.errors import StudyError
 from memdecay.regions import Profile
-from memdecay.study.episode_rows import episode_rows, exported
-from memdecay.study.recording import record, script_of
+from memdecay.study.episode_rows import episode_rows, exported, straddle_share
+from memdecay.study.recording import record, regions_of, script_of
 from memdecay.study.run import Advance, Task
+from memdecay.study.scenario import load_episodes
 
 _models: dict[tuple[str, str, str], Any] = {}
 
@@ -33,7 +34,8 @@ def do(task: Task, advance: Callable[[float], None] = lambda share: None) -> Any
 
     Returns:
         "measure": the bytes of a file of curves; "ask": rows; "export": what peers need;
-        "overhead": what `measure_overhead` says.
+        "straddle": the mean share of pages that straddle regions; "overhead": what
+        `measure_overhead` says.
     """
     setting, episode = task.setting, task.episode
     model, tokenizer = _model(setting.model, setting.dtype)
@@ -49,6 +51,12 @@ def do(task: Task, advance: Callable[[float], None] = lambda share: None) -> Any
             content = (Path(folder) / f"{episode.name}.parquet").read_bytes()
         advance(1)
         return content
+    if task.kind == "straddle":
+        shares = [
+            straddle_share(regions_of(tokenizer, one))
+            for one in load_episodes(setting.tier, setting.scenarios)
+        ]
+        return round(sum(shares) / len(shares), 4)
     recording = record(model, tokenizer, episode, burst=setting.burst)
     if task.kind == "export":
         advance(1)
