@@ -376,12 +376,14 @@ def test_a_run_that_is_killed_goes_on(
         *(part for name in setting.scenarios for part in ("--scenario", name)),
         *("--variant", "0", "--variant", "1", "--jobs", "2", "--out", "killed"),
     ]
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    said = tmp_path / "said"
+    with said.open("wb") as stream:
+        running = subprocess.Popen(command, cwd=tmp_path, stderr=stream)
     rows = tmp_path / "killed" / "tiny-short" / "rows"
     try:
         ends = time.monotonic() + 240
         while not list(rows.glob("*.parquet")):
-            assert running.poll() is None, running.stderr.read().decode()
+            assert running.poll() is None, said.read_text()
             assert time.monotonic() < ends
             time.sleep(0.01)
         children = _children(running.pid)

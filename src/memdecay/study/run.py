@@ -194,7 +194,7 @@ def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
                 f"{str(folder)!r} holds a run of another text of episode {name!r}; use another "
                 f"--out, or remove it."
             )
-    write_json(path, {**now, "episodes": {**texts, **now["episodes"]}})
+    write_json(path, {**before, **now, "episodes": {**texts, **now["episodes"]}})
 
 
 def _config(setting: Setting, episodes: Sequence[Episode]) -> dict[str, Any]:
