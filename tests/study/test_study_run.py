@@ -71,6 +71,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, setting: Setting) -> Path:
     return run_setting(setting, tmp_path_factory.mktemp("whole"), Here())
 
 
+class StoppedError(BaseException):
+    """What ends a run in these tests; as a Ctrl-C, it is no Exception."""
+
+
 class Counted(Here):
     """Counts tasks, and is interrupted after some of them, or in the middle of one."""
 
@@ -80,13 +84,13 @@ class Counted(Here):
     def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
         for task in tasks:
             if len(self.tasks) == self.until:
-                raise KeyboardInterrupt
+                raise StoppedError
             self.tasks.append(task)
             yield from super().results([task], advance)
 
 
 def run_until(setting: Setting, runs: Path, until: int) -> None:
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StoppedError):
         run_setting(setting, runs, Counted(until))
 
 
@@ -168,7 +172,7 @@ class TestToItsEnd:
 
 
 class TestGoingOn:
-    @pytest.mark.parametrize("until", [1, 5, 7])  # while measuring, and while asking
+    @pytest.mark.parametrize("until", [1, 6])  # while measuring, and while asking
     def test_an_interrupted_run_ends_as_any_other(
         self, tmp_path: Path, setting: Setting, whole: Path, until: int
     ) -> None:
@@ -214,7 +218,7 @@ class TestLeaveOneOut:
         self, tmp_path: Path, setting: Setting
     ) -> None:
         counted = Counted(8)
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(StoppedError):
             run_setting(setting, tmp_path, counted)
         folder = tmp_path / setting.name
         curves = load_curves(folder / "curves")
@@ -243,7 +247,7 @@ class TestLeaveOneOut:
     def test_one_scenario_alone_keeps_the_defaults(self, tmp_path: Path, setting: Setting) -> None:
         alone = with_changes(setting, scenarios=setting.scenarios[:1], variants=(0,))
         counted = Counted(1)
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(StoppedError):
             run_setting(alone, tmp_path, counted)
         saved = Profile.load(tmp_path / setting.name / "profiles" / "mill.yaml")
         assert saved.decay_rate == Profile.default().decay_rate
