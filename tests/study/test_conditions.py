@@ -82,6 +82,7 @@ def test_what_is_swept() -> None:
     assert weights == [0.2, 0.8, None] and conditions(("ablation",))[2].pinned is False
     assert {one.name for one in conditions(("control",))} == {
         "shuffled", "oracle", "streaming+pins", "h2o+pins",
+        "h2o[observed=burst]", "memdecay[observed=burst]",
     }  # fmt: skip
 
 

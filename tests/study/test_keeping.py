@@ -352,3 +352,18 @@ def test_runs_and_digests() -> None:
     one = torch.tensor([1, 2, 300])
     assert digest(one) == digest(one.to(torch.int32)) and len(digest(one)) == 16
     assert digest(one) != digest(torch.tensor([1, 2, 301])) != digest(torch.tensor([1, 2]))
+
+
+def test_a_burst_alone_is_what_the_last_steps_say() -> None:
+    """The heaviest hitters of the last steps, as a literal sum of them says."""
+    one = played()
+    condition = Condition("h2o", "control", "h2o", {"recent": 2}, last=3)
+    steps = [seen.mass for seen in one.observations if seen.decoding][-3:]
+    count = len(one.tape.ids)
+    total = torch.zeros(count)
+    for mass in steps:
+        total[: len(mass)] += mass
+    total[-2:] += 10
+    (kept,) = one.keeps(condition, [count // 3])
+    assert kept == torch.topk(total, count // 3).indices.sort().values.tolist()
+    assert [kept] != one.keeps(replace(condition, last=None), [count // 3])

@@ -35,6 +35,7 @@ class Condition:
         pinned: whether the profile's pinned regions are held; None as the policy does by itself.
         labels: "true", "shuffled" among the spans, or "noise".
         noise: share of spans that get a wrong label.
+        last: only the last so many decode steps are observed, and no prompt; all if None.
         seed: of what is random.
     """
 
@@ -51,10 +52,13 @@ class Condition:
     labels: str = "true"
     noise: float = 0.0
     seed: int = 0
+    last: int | None = None
 
     def to_json(self) -> str:
-        """Return everything but name and group, as canonical JSON."""
+        """Return everything but name and group, as canonical JSON; `last` only if it is set."""
         fields = {key: value for key, value in vars(self).items() if key not in ("name", "group")}
+        if self.last is None:  # rows of earlier runs do not have it
+            del fields["last"]
         return json.dumps({**fields, "params": dict(self.params)}, sort_keys=True)
 
     @property
@@ -106,6 +110,9 @@ def _controls() -> list[Condition]:
         # What pins alone do: the same baselines with the same protected pages.
         Condition("streaming+pins", "control", "streaming", page_size=16, pinned=True),
         Condition("h2o+pins", "control", "h2o", page_size=16, pinned=True),
+        # The paper's baselines and policy saw a burst of 8 steps before the eviction, no more.
+        Condition("h2o[observed=burst]", "control", "h2o", last=8),
+        _memdecay("memdecay[observed=burst]", "control", last=8),
     ]
 
 

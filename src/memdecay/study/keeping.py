@@ -103,6 +103,9 @@ def replay(
 
     if not policy.needs & {"attention"}:
         observations = observations[-1:]
+    if condition.last is not None:
+        steps = [observation for observation in observations if observation.decoding]
+        observations = steps[-condition.last :]
     for observation in observations:
         enter(len(observation.mass))
         skipped = observation.decoding and observation.now % condition.observe_every
