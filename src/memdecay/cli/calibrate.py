@@ -66,8 +66,8 @@ def calibrate(
 
     Traces are played with nothing evicted; at every decode step the attention is summed by region
     and age. A half-life is the slope of its logarithm, with a 95% interval over traces or, for
-    episodes, over scenarios. A region with too little data keeps its default. Every command takes
-    the profile with --profile.
+    episodes, over scenarios. A region with too little data keeps its default. `memdecay run`
+    takes the profile with --profile.
     """
     from memdecay.calibration.extras import require
     from memdecay.calibration.measure import check_labels

@@ -63,7 +63,7 @@ def run(
     """Evict the study's episodes by every policy and ask about the facts planted in them.
 
     Lifetimes are measured first, and each scenario is evicted with the rates of the others. Rows
-    are written episode by episode: a run that was ended, however, goes on where it was.
+    are written episode by episode: a run that was ended in any way goes on where it was.
     `memdecay study report` makes tables and pictures of them.
     """
     require("pyarrow", "statsmodels", "scipy", "pandas")
@@ -82,17 +82,22 @@ def run(
                 "ask": bar.add_task(f"{chosen.name}: evicting and asking", total=count),
                 "overhead": bar.add_task(f"{chosen.name}: timing", total=1),
             }
-            folder = run_setting(
-                chosen,
-                out,
-                workers,
-                advance=lambda kind, share: bar.advance(lines[kind], share),
-            )
+            try:
+                folder = run_setting(
+                    chosen,
+                    out,
+                    workers,
+                    advance=lambda kind, share: bar.advance(lines[kind], share),
+                )
+            except KeyboardInterrupt:
+                _terminal.err().print("What is done stays; the same command goes on from there.")
+                raise
     if as_json:
         _terminal.print_json({"setting": chosen.name, "folder": str(folder), "episodes": count})
     else:
         _terminal.out().print(
-            f"The rows are in {folder}. Next: memdecay study report {out} --setting {chosen.name}",
+            f"The rows are in {folder}. Next: memdecay study report {out} --setting {chosen.name} "
+            f"-o {out / 'report'}",
             soft_wrap=True,
         )
 

@@ -30,7 +30,7 @@ def report(
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The folder that the report goes to.")
-    ] = Path("docs/results"),
+    ] = Path("report"),
     as_json: _options.Json = False,
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Show the page in a browser.")

@@ -150,6 +150,8 @@ def interval(
     text = number(value, digits, signed=signed)
     if math.isnan(low) or math.isnan(high):
         return text
+    if low * high > 0 and 0 in (round(low, digits), round(high, digits)):
+        digits += 1  # an end that is not 0 should not look like it
     ends = (number(end, digits, signed=signed) for end in (low, high))
     return f"{text} [{', '.join(ends)}]"
 

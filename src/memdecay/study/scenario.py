@@ -166,8 +166,8 @@ def load_scenario(source: str | Path) -> list[Episode]:
             text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
             reason = (getattr(error, "strerror", None) or text).rstrip(".")
             raise StudyError(
-                f"scenario is {name!r}, but it must be a YAML file or one of "
-                f"{', '.join(builtin_scenarios())}: {reason}."
+                f"scenario is {name!r}, which cannot be read ({reason}); it must be a YAML file or "
+                f"one of {', '.join(builtin_scenarios())}."
             ) from None
     scenario = _parse(text, name)
     return [

@@ -98,5 +98,8 @@ def get_setting(name: str) -> Setting:
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise StudyError(f"setting is {name!r}, but it must be one of {', '.join(SETTINGS)}.{hint}")
+        raise StudyError(
+            f"setting is {name!r}, but it must be one of {', '.join(SETTINGS)}, "
+            f"or a name of your own with --model and --tier.{hint}"
+        )
     return SETTINGS[name]

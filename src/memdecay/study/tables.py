@@ -226,6 +226,9 @@ def missing(evidence: Evidence) -> list[str]:
     lines = []
     if expected - episodes:
         lines.append(f"Not run: {_names(expected - episodes)}.")
+    groups = [group for group in GROUPS if not evidence.members(group)]
+    if groups:
+        lines.append(f"Groups of conditions that were not run: {', '.join(groups)}.")
     every = episodes | expected
     lacking: dict[str, list[str]] = {}
     by_condition = probes.groupby(["policy", "budget"], sort=True, observed=True)

@@ -28,6 +28,16 @@ RULE = (
 )
 
 
+_ANSWERABLE = 0.5
+"""Below this share of probes that a full cache answers, recall tells policies hardly apart."""
+
+
+def answerable(evidence: Evidence) -> bool:
+    """Whether the full cache answers enough of the probes outside the system region."""
+    full = evidence.cell("full", 1.0, NON_SYSTEM)
+    return not full or bool(full["recall"] >= _ANSWERABLE)
+
+
 def rivals(evidence: Evidence, group: str) -> list[str]:
     """Return the policies of a group that the study's own is compared with.
 
@@ -52,6 +62,12 @@ def paragraphs(evidence: Evidence) -> list[str]:
         return [f"{opening} There are no rows of `{BASE}` yet, so nothing can be said of it."]
     if scenarios < 2:
         opening += " One scenario has no interval, so nothing below counts as a difference."
+    if not answerable(evidence):
+        full = evidence.cell("full", 1.0, NON_SYSTEM)
+        opening += (
+            f" The full cache answers only {number(full['recall'])} of the probes outside the "
+            f"system region, so recall says little here: read the log-probabilities."
+        )
     summary = [opening, *(_summary(evidence, budget) for budget in evidence.budgets)]
     return [" ".join(summary), *(_details(evidence, budget) for budget in evidence.budgets)]
 
@@ -145,6 +161,9 @@ def _score(results: Sequence[str]) -> str:
 
 def headline(settings: Sequence[Evidence]) -> list[str]:
     """Return the whole answer: a sentence, and a list of wins, ties and losses by group."""
+    shown = [_standing(one) for one in settings if one.cell("full", 1.0, NON_SYSTEM)]
+    few = [one.name for one in settings if not answerable(one)]
+    settings = [one for one in settings if answerable(one)]
     budgets = sorted({budget for one in settings for budget in one.budgets}, reverse=True)
     where = ((NON_SYSTEM, "outside the system region"), ("system", "in it"))
     lines = []
@@ -161,13 +180,43 @@ def headline(settings: Sequence[Evidence]) -> list[str]:
         if parts:
             nouns = one_of if len(names) == 1 else many
             lines.append(f"- **Against {len(names)} {nouns}:** {'; '.join(parts)}.")
+    opening = f"`{BASE}` is the policy of the paper. Share of probes that it answers:"
+    said = [opening, "\n".join(filter(None, shown))] if any(shown) else []
+    if few:
+        said.append(
+            f"In {listed(few)} the full cache answers less than half, so that recall tells "
+            f"policies hardly apart; below they do not count."
+        )
     if not lines:
-        return [f"There is nothing yet that `{BASE}` could be compared with."]
-    opening = (
-        f"`{BASE}` is the policy of the paper. This is where it stands beside others at the same "
-        f"budget, counted over {plural(len(settings), 'setting')}:"
+        return [*said, f"There is nothing yet that `{BASE}` could be compared with by recall."]
+    counted = (
+        f"Beside others at the same budget, counted over {plural(len(settings), 'setting')} (not "
+        f"all of which have every one):"
     )
-    return [opening, "\n".join(lines)]
+    return [*said, counted, "\n".join(lines)]
+
+
+def _standing(evidence: Evidence) -> str:
+    """Return a line: inside and outside the system region, with what pins alone would do."""
+    parts = []
+    for budget in evidence.budgets:
+        inside, outside = (evidence.cell(BASE, budget, where) for where in ("system", NON_SYSTEM))
+        if not outside:
+            continue
+        said = f"at {budget:.0%} {_value(outside)}"
+        pins = evidence.cell("streaming+pins", budget, NON_SYSTEM)
+        if pins:
+            said += f" (recency with the same pins: {number(pins['recall'])})"
+        if inside:
+            said += f", instructions {_of(inside)}"
+        parts.append(said)
+    full, ceiling = (evidence.cell("full", 1.0, where) for where in (NON_SYSTEM, "system"))
+    if not parts:
+        return ""
+    whole = f"full cache {number(full['recall'])}" + (
+        f", instructions {_of(ceiling)}" if ceiling else ""
+    )
+    return f"- **{evidence.name}**, outside the instructions: {'; '.join(parts)}; {whole}."
 
 
 def _results(
