@@ -42,7 +42,8 @@ class TestWhatItWrites:
     def test_a_run_says_where_its_rows_are(self, command: Command) -> None:
         code, out, err = command("study", "run", *OWN, "--groups", "paper,ablation", "--out", "r")
         assert (code, err) == (0, "")
-        assert out == ("The rows are in r/own. Next: memdecay study report r --setting own\n")
+        next_one = "memdecay study report r --setting own -o r/report"
+        assert out == f"The rows are in r/own. Next: {next_one}\n"
         rows = read_rows(Path("r/own"))
         assert len(rows) == 4 * (13 + 6) and set(rows["group"]) == {"paper", "ablation"}
         assert set(rows["variant"]) == {2} and set(rows["scenario"]) == {"mill"}
@@ -61,7 +62,8 @@ class TestWhatItWrites:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(workers, "_model", stop)
-        assert command("study", "run", *OWN) == (130, "", "memdecay: interrupted\n")
+        said = "What is done stays; the same command goes on from there.\nmemdecay: interrupted\n"
+        assert command("study", "run", *OWN) == (130, "", said)
 
     def test_a_folder_of_another_text_is_refused(self, command: Command) -> None:
         assert command("study", "run", *OWN, "--groups", "paper")[0] == 0
@@ -126,7 +128,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("run --groups paper,", "--groups is 'paper,', but it must be names with commas between"),
     ("run --variant 3", "variant is 3, but it must be 0, 1 or 2."),
     ("run --variant x", "Invalid value for '--variant'"),
-    ("run --scenario none.yaml", "scenario is 'none.yaml', but it must be a YAML file or one of"),
+    ("run --scenario none.yaml", "scenario is 'none.yaml', which cannot be read (No such file"),
     ("run --scenario mill.yaml --scenario mill.yaml", "Two scenarios are named 'mill'"),
     ("run --setting smollm2-long --scenario mill.yaml", "'mill.yaml', but it has no long tier"),
     ("run --scenario mill.yaml --out mill.yaml", "--out is 'mill.yaml', but that is a file"),
@@ -138,7 +140,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("export -o e.jsonl --setting quik", "Did you mean 'quick'?"),
     ("export -o e.jsonl --jobs 0", "jobs is 0, but it must be at least 1."),
     ("episodes --tier middle", "tier is 'middle', but it must be one of short, long."),
-    ("episodes none.yaml", "scenario is 'none.yaml', but it must be a YAML file or one of"),
+    ("episodes none.yaml", "scenario is 'none.yaml', which cannot be read (No such file"),
     ("episodes mill.yaml --tier long", "scenario is 'mill.yaml', but it has no long tier."),
     ("measure", "No such command 'measure'"),
 ]

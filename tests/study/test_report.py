@@ -115,8 +115,11 @@ class TestVerdict:
         assert verdict.rivals(weigh(rows), "peer") == ["kvpress:knorm"]
 
     def test_the_counts_of_all_settings(self, evidence: Evidence) -> None:
-        opening, lines = verdict.headline([evidence, evidence])
-        assert "2 settings" in opening
+        _, standing, counted, lines = verdict.headline([evidence, evidence])
+        assert "2 settings" in counted
+        assert (
+            "outside the instructions: at 50% 0.22 [0.22, 0.22], instructions 24 of 24;" in standing
+        )
         assert "**Against 2 peers:** at 50% 0 wins, 0 ties, 4 losses outside" in lines
         half, quarter = verdict.counts([evidence], "paper").rows
         # outside at a half: behind random and h2o (both a third), ahead of streaming (a ninth)
@@ -126,8 +129,27 @@ class TestVerdict:
     def test_without_the_policy_there_is_nothing_to_say(self) -> None:
         one = weigh(condition_rows("h2o", ours))
         assert "no rows of `memdecay`" in verdict.paragraphs(one)[0]
-        assert "nothing yet" in verdict.headline([one])[0]
+        assert "nothing yet" in verdict.headline([one])[-1]
         assert sections(one)
+
+    def test_where_the_full_cache_cannot_answer_nothing_is_counted(self) -> None:
+        rows = pd.concat(
+            [
+                condition_rows("full", newest, budgets=(1.0,)),
+                condition_rows("memdecay", ours),
+                condition_rows("h2o", newest),
+            ]
+        )
+        one = weigh(rows)
+        assert not verdict.answerable(one)
+        assert "recall says little here" in verdict.paragraphs(one)[0]
+        said = verdict.headline([one])
+        assert "toy-short" in said[2] and "nothing yet" in said[-1]
+
+    def test_groups_that_were_not_run_are_named(self, evidence: Evidence) -> None:
+        assert tables.groups_not_run(evidence) == ""
+        bare = weigh(condition_rows("memdecay", ours))
+        assert tables.groups_not_run(bare).startswith("No conditions were run of: policy, control")
 
 
 class TestTables:

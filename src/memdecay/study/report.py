@@ -309,8 +309,9 @@ def _group(evidence: Evidence, group: str, title: str) -> _Blocks:
 def _counting(evidence: Evidence) -> _Blocks:
     lines = tables.missing(evidence)
     episodes = len(evidence.rows[["scenario", "variant"]].drop_duplicates())
-    whole = f"Nothing is missing: every condition was asked in all {plural(episodes, 'episode')}."
-    return [tables.counting(evidence), " ".join(lines) if lines else whole]
+    whole = f"Every condition that was run was asked in all {plural(episodes, 'episode')}."
+    said = [*(lines or [whole]), tables.groups_not_run(evidence)]
+    return [tables.counting(evidence), " ".join(filter(None, said))]
 
 
 def _versions(text: str) -> dict[str, str]:

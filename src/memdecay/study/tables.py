@@ -226,9 +226,6 @@ def missing(evidence: Evidence) -> list[str]:
     lines = []
     if expected - episodes:
         lines.append(f"Not run: {_names(expected - episodes)}.")
-    groups = [group for group in GROUPS if not evidence.members(group)]
-    if groups:
-        lines.append(f"Groups of conditions that were not run: {', '.join(groups)}.")
     every = episodes | expected
     lacking: dict[str, list[str]] = {}
     by_condition = probes.groupby(["policy", "budget"], sort=True, observed=True)
@@ -247,6 +244,12 @@ def missing(evidence: Evidence) -> list[str]:
     if uneven:
         lines.append(f"Not every probe has all seeds: {'; '.join(uneven)}.")
     return lines
+
+
+def groups_not_run(evidence: Evidence) -> str:
+    """Return a sentence that names the groups of conditions which this setting has no rows of."""
+    groups = [group for group in GROUPS if not evidence.members(group)]
+    return f"No conditions were run of: {', '.join(groups)}." if groups else ""
 
 
 def _expected(evidence: Evidence, probes: pd.DataFrame) -> set[str]:
