@@ -132,7 +132,9 @@ def engine_keeps(
 
 
 PLAIN = [
-    one for one in conditions() if one.policy not in ("full", "oracle") and one.labels == "true"
+    one
+    for one in conditions()
+    if one.policy not in ("full", "oracle") and one.labels == "true" and one.last is None
 ]
 MIXED = [
     replace(PLAIN[-1], align="region", page_size=8, observe_every=3),

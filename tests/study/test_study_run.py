@@ -284,10 +284,35 @@ class TestAnotherFolder:
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"episodes": 3}', '{"episodes": "x"}'])
     def test_a_damaged_note_is_named(self, tmp_path: Path, setting: Setting, content: str) -> None:
-        (tmp_path / setting.name).mkdir()
+        (tmp_path / setting.name / "rows").mkdir(parents=True)
+        (tmp_path / setting.name / "rows" / "mill-0.parquet").write_text("")
         (tmp_path / setting.name / "setting.json").write_text(content)
         with pytest.raises(StudyError, match=r"setting.json' is damaged; remove it"):
             run_setting(setting, tmp_path, Counted(0))
+
+    def test_a_claim_without_any_work_is_no_claim(self, tmp_path: Path, setting: Setting) -> None:
+        """As a mistyped model leaves it."""
+        with pytest.raises(StoppedError):
+            run_setting(with_changes(setting, model_name="typo"), tmp_path, Counted(0))
+        run_setting(with_changes(setting, variants=(0,)), tmp_path, Here())
+        told = json.loads((tmp_path / setting.name / "setting.json").read_text())
+        assert told["model"] == "tiny"
+
+    def test_rows_with_rates_of_fewer_episodes_are_not_extended(
+        self, tmp_path: Path, setting: Setting
+    ) -> None:
+        run_setting(with_changes(setting, variants=(0,)), tmp_path, Here())
+        with pytest.raises(StudyError, match=r"rates were measured without 'mill-1'"):
+            run_setting(setting, tmp_path, Counted(0))
+
+    def test_two_models_under_one_name_are_refused(
+        self, tmp_path: Path, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(StoppedError):
+            run_setting(with_changes(setting, variants=(0,)), tmp_path, Counted(1))
+        monkeypatch.setattr(workers, "_model", lambda name, dtype: small("gpt2"))
+        with pytest.raises(StudyError, match="holds curves of two models"):
+            run_setting(with_changes(setting, variants=(0,)), tmp_path, Here())
 
     def test_a_file_in_the_place_of_the_folder(self, tmp_path: Path, setting: Setting) -> None:
         (tmp_path / "runs").write_text("")

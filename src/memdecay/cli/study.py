@@ -220,7 +220,9 @@ def _setting(
                 f"tier is {tier!r}, but setting {name!r} is of the {base.tier} tier; give another "
                 f"--setting NAME."
             )
-        # The same model may lie elsewhere; another one gets a setting of its own.
+        if model is not None and Path(model).name != Path(base.model).name:
+            # The same file may lie elsewhere; anything else is called what it is.
+            changes["model_name"] = Path(model).name
         return with_changes(base, model=model, **changes)
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise StudyError(f"setting is {name!r}, but it must be letters, digits, '-', '_' and '.'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pandas as pd
@@ -68,6 +69,11 @@ def identity(rows: pd.DataFrame) -> tuple[str, str]:
     probe = ["group", "policy", "budget", "scenario", "variant", "region", "seed"]
     twice = rows[rows.duplicated(probe)]
     setting = str(rows["setting"].iloc[0])
+    if not re.fullmatch(r"\w[\w.-]*", setting):
+        raise StudyError(
+            f"The rows are of setting {setting!r}, but a name has only letters, digits and '-_.'."
+        )
+    _check_probes(rows)
     if not twice.empty:
         row = twice.iloc[0]
         raise StudyError(
@@ -76,6 +82,24 @@ def identity(rows: pd.DataFrame) -> tuple[str, str]:
             f"{row['budget']:g}, but each may stand once."
         )
     return setting, str(rows["model"].iloc[0])
+
+
+def _check_probes(rows: pd.DataFrame) -> None:
+    """Refuse rows that asked something else than the others about the same episode.
+
+    Raises:
+        StudyError: naming the probe and what differs.
+    """
+    asked = rows[rows["engine"] != "openvino"]  # it has its own precision and prompt
+    for columns, some in ((["gold", "fact_kind"], rows), (["seq_len", "dtype"], asked)):
+        for column in columns:
+            found = some.groupby(["scenario", "variant", "region"], observed=True)[column].nunique()
+            if bool((found > 1).any()):
+                scenario, variant, region = found[found > 1].index[0]
+                raise StudyError(
+                    f"Rows of {scenario}-{variant} {region} have two values of {column!r}, so "
+                    f"they are not of the same episode and cannot be compared."
+                )
 
 
 def _plain(value: Any) -> Any:

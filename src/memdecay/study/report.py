@@ -321,7 +321,11 @@ def _versions(text: str) -> dict[str, str]:
         return {}
     if not isinstance(found, dict):
         return {}
-    return {str(name): str(version) for name, version in found.items() if version}
+    return {
+        str(name): str(version)
+        for name, version in found.items()
+        if version and name != "episode"  # a digest, which peers keep there
+    }
 
 
 def _has_rows(folder: Path) -> bool:

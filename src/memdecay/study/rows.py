@@ -105,6 +105,24 @@ def read_rows(folder: Path) -> pd.DataFrame:
             reason = " ".join(str(error).split()).rstrip(".")
             raise StudyError(f"{file.name!r} is not a file of rows: {reason}.") from None
     frame: pd.DataFrame = pa.concat_tables(tables).to_pandas()
+    _check_values(frame, folder)
     key = ["scenario", "variant", "group", "policy", "condition", "seed", "budget", "region"]
     frame = frame.sort_values(key, ascending=[True] * 6 + [False, True], kind="stable")
     return frame.reset_index(drop=True)
+
+
+def _check_values(frame: pd.DataFrame, folder: Path) -> None:
+    """Refuse values that no study writes.
+
+    Raises:
+        StudyError: naming the column.
+    """
+    for name in SCHEMA.names:
+        if name not in ("gold_logprob", "gold_tokens") and bool(frame[name].isna().any()):
+            raise StudyError(f"The rows under {str(folder)!r} have an empty {name!r}.")
+    if bool((frame["seq_len"] < 1).any()) or bool((frame["budget"] <= 0).any()):
+        raise StudyError(
+            f"The rows under {str(folder)!r} have a seq_len or budget that is not above 0."
+        )
+    if bool(frame["gold_logprob"].abs().eq(float("inf")).any()):
+        raise StudyError(f"The rows under {str(folder)!r} have a gold_logprob that is not finite.")

@@ -96,9 +96,15 @@ def run_setting(
     tasks = [
         Task("measure", setting, episode) for episode in episodes if episode.name not in measured
     ]
+    if tasks and any(folder.glob("rows/*.parquet")):
+        raise StudyError(
+            f"{str(folder)!r} holds rows whose rates were measured without "
+            f"{tasks[0].episode.name!r}; use another --out for more episodes, or remove it."
+        )
     advance("measure", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
+    _check_curves(folder)
     profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
     made_by = _provenance()
     tasks = []
@@ -112,7 +118,11 @@ def run_setting(
     advance("ask", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         path = _rows(folder, task.episode)
-        write_rows(path, [*_table(path), *made])
+        before = _table(path)
+        # Another run into this folder may have asked the same meanwhile.
+        there = {(row["policy"], row["condition"]) for row in before}
+        new = [row for row in made if (row["policy"], row["condition"]) not in there]
+        write_rows(path, [*before, *new])
     about = json.loads((folder / _CONFIG).read_text("utf-8"))
     if "straddle_share" not in about:
         for _, share in workers.results([Task("straddle", setting, episodes[0])], advance):
@@ -166,6 +176,24 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, lambda partial: Path(partial).write_text(text, encoding="utf-8"))
 
 
+def _check_curves(folder: Path) -> None:
+    """Refuse a folder in which two models were measured, whatever they are called.
+
+    Raises:
+        StudyError: weights, precision or tokenizer of two episodes differ.
+    """
+    first: dict[str, Any] = {}
+    for one in load_curves(folder / "curves"):
+        told = one.meta.get("settings", {})
+        now = {name: told.get(name) for name in ("weights", "dtype", "tokenizer")}
+        if first and now != first:
+            raise StudyError(
+                f"{str(folder)!r} holds curves of two models or tokenizers ({one.name!r} differs "
+                f"from the first); use another --out, or remove it."
+            )
+        first = now
+
+
 def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
     """Write down what this folder is a run of, or check that it is one of this.
 
@@ -174,7 +202,8 @@ def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
     """
     now = _config(setting, episodes)
     path = folder / _CONFIG
-    if not path.exists():
+    begun = any(folder.glob("curves/*.parquet")) or any(folder.glob("rows/*.parquet"))
+    if not path.exists() or not begun:
         write_json(path, now)
         return
     try:
