@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+
+from memdecay.study.scenario import find_gold
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,3 @@ def load_episode() -> Episode:
         retrievers=tuple(data["retrievers"]),
         probes=tuple(Probe(**probe) for probe in data["probes"]),
     )
-
-
-def find_gold(answer: str, gold: str) -> tuple[int, int] | None:
-    """Return where `gold` stands in `answer` as whole words, (start, end) in characters, or None.
-
-    Case and the width of white space do not count. "2.31" is found in "it is 2.31." and neither
-    in "12.31" nor in "2.315" nor in "2.31.4".
-    """
-    words = r"\s+".join(re.escape(word) for word in gold.split())
-    found = re.search(rf"(?<!\w)(?<!\d[.,]){words}(?!\w)(?![.,]\d)", answer, re.IGNORECASE)
-    return found.span() if found else None
