@@ -21,7 +21,7 @@ from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
-from memdecay.policy import Policy, get_policy
+from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
 
 _FIRST_CAPACITY = 256
@@ -183,7 +183,7 @@ class MemDecayCache(AttachedCache):
         model: PreTrainedModel,
         *,
         budget: int | None,
-        policy: Policy | str = "memdecay",
+        policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
         page_size: int = 16,
         align: str | None = None,

@@ -26,7 +26,7 @@ from memdecay.engine.streaming import Cancel, DroppedError, stream
 from memdecay.engine.timeline import TimelineRecorder
 from memdecay.engine.undo import Checkpoint
 from memdecay.errors import BudgetError, SessionError
-from memdecay.policy import Policy, policy_config
+from memdecay.policy import DEFAULT_POLICY, Policy, policy_config
 from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
 
@@ -83,7 +83,7 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         *,
         budget: int | None,
-        policy: Policy | str = "memdecay",
+        policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
         page_size: int = 16,
         align: str | None = None,
