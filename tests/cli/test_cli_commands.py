@@ -61,6 +61,11 @@ class TestDemo:
         page = (here / "demo.html").read_text()
         for policy in ("full", "streaming", DEFAULT_POLICY):
             assert f'"policy":"{policy}","summary"' in page
+            # The page is about the default policy; the others stand beside it.
+            view = page[page.index(f'"policy":"{policy}","summary"') :]
+            assert (
+                re.search(r'"main":(true|false)', view)[1] == str(policy == DEFAULT_POLICY).lower()
+            )
         assert '"gold":"Marta Vance"' in page
 
 
