@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
-from memdecay.engine.interrupts import uninterrupted
+from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move, SlotTable
@@ -900,14 +900,16 @@ class MemDecayCache(AttachedCache):
         """Return how many kept tokens `replay` may repeat at once now; evicts if there is no room.
 
         A piece of n tokens, its prompt included, takes the room of n / num_layers kept tokens. If
-        not even a small piece fits, the policy's lowest pages go first, as for the next append.
+        not even a small piece fits, the policy's lowest pages go first, as for the next append;
+        but like that, not for more than a quarter of the budget.
 
         Args:
             prompt: tokens of the repeat prompt.
             wanted: kept tokens to repeat.
 
         Returns:
-            At most `wanted` and 256; 0 if pins leave no room, or the model has no positions left.
+            At most `wanted` and 256; 0 if there is no room even so, as pins fill the budget or it
+            is tiny, or if the model has no positions left.
         """
         ledger, layers = self._sequence(), len(self.layout.windows)
         most = min(wanted, PIECE)
@@ -919,9 +921,8 @@ class MemDecayCache(AttachedCache):
         excess = ledger.length + need - self.budget
         if excess > 0:
             held, still_open = ledger.stuck()
-            if need > self.budget - held - still_open:
-                return 0
-            self._evict_excess([excess])
+            if need <= min(self.budget // 4, self.budget - held - still_open):
+                self._evict_excess([excess])
         return max(0, min(most, (self.budget - ledger.length) * layers - prompt))
 
     @_lasting
@@ -971,26 +972,21 @@ class MemDecayCache(AttachedCache):
                 f"{len(run)} tokens to repeat follow {ledger.seen}, but this model has position "
                 f"embeddings for {limit}."
             )
-        self._repeating = ReplayForward(self, prompt=len(prompt_ids), count=len(run))
-        try:
+        forward = ReplayForward(self, prompt=len(prompt_ids), count=len(run))
+        places = torch.arange(ledger.seen, ledger.seen + len(run), device=device)[None]
+        with HeldInterrupts() as held:
+            self._repeating = forward
             self.peak_tokens = max(self.peak_tokens, ledger.length + extra)
-            first = ledger.seen
-            self.attachment.decoder(
-                input_ids=run[None],
-                position_ids=torch.arange(first, first + len(run), device=device)[None],
-                cache=self,
-                use_cache=True,
-            )
-            attention = self._repeating.observed()
-        finally:
-            self._repeating = self._running = None
-        self._learn(slots, attention)
+            try:
+                with held.delivered():
+                    self.attachment.decoder(
+                        input_ids=run[None], position_ids=places, cache=self, use_cache=True
+                    )
+            finally:
+                self._repeating = self._running = None
+            attention = forward.observed()
+            ledger.replayed(slots, attention, self.clock_of(ledger))
         return attention
-
-    @uninterrupted
-    def _learn(self, slots: Tensor, attention: Tensor) -> None:
-        ledger = self.ledgers[0]
-        ledger.replayed(slots, attention, self.clock_of(ledger))
 
     def _sequence(self) -> Ledger:
         if self.rows != 1:

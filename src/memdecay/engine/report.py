@@ -73,7 +73,8 @@ class Idle:
     Args:
         replayed: kept tokens that were repeated.
         left: kept tokens that have not been repeated yet. If it was not interrupted, there was no
-            room to repeat them: pins fill the budget, or the model has no positions left.
+            room to repeat them: pins fill the budget, it is tiny, or the model has no positions
+            left.
         interrupted: whether it stopped because the time was over or `stop` was set.
         seconds: how long it took.
     """
