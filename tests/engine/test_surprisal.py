@@ -13,6 +13,7 @@ from engine.evidence import Evidence, Watching, install, literal
 from engine.families import CONFIGS, VOCAB, make, oracle, tokens
 from engine.helpers import Record, chunks, kept, same, snapshot
 from engine.sessions import content, failing, full_logits, session, system, tiny, user
+from engine.test_interrupts import interrupt_at
 from memdecay import MemDecayError, ModelError, Session
 from memdecay.engine import surprisal as room
 from memdecay.engine.cache import MemDecayCache
@@ -263,6 +264,32 @@ def test_a_forward_that_fails_when_all_is_computed_never_happened(
     assert {n for n in before if not torch.equal(before[n], after[n])} <= {
         f"pool{n}" for n in range(4)
     }
+
+
+@pytest.mark.parametrize("count", [1, 80])
+@torch.no_grad()
+def test_an_interrupt_at_any_line_is_before_or_after_a_forward(count: int) -> None:
+    model = make("llama_one_layer")
+    ids = tokens(170)
+    ready = cache_of(model, policy=Watching())
+    for start, end in chunks(71, [70, 1]):
+        model(input_ids=ids[:, start:end], cache=ready)
+    expected = literal(model(ids).logits[0], ids[0].tolist())
+    passed, at, outcomes = True, 1, {71: 0, 71 + count: 0}
+    while passed:
+        cache = ready.copy()
+
+        def step(cache: MemDecayCache = cache) -> None:
+            with torch.no_grad():
+                model(input_ids=ids[:, 71 : 71 + count], cache=cache)
+
+        passed, _ = interrupt_at(at, step)
+        outcomes[cache.seen] += 1
+        after = cache.seen
+        model(input_ids=ids[:, after : after + 2], cache=cache)
+        assert agree(by_position(cache), expected[: after + 2]), at
+        at += 5
+    assert min(outcomes.values()) > 1
 
 
 def said(made: Session) -> Tensor:

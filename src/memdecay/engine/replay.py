@@ -51,19 +51,19 @@ def token_equivalents(count: int, num_layers: int) -> int:
     return -(-count // num_layers)
 
 
-def kept_by_head(cache: MemDecayCache, layer: int) -> list[tuple[Tensor, Tensor]]:
-    """Return for each KV head of a layer the keys and values it keeps, each `(n, head_dim)`."""
-    pool, width = cache.pools[layer], cache.table_of(layer).width
-    return list(zip(pool.keys(width)[0], pool.values(width)[0], strict=True))
+def kept_by_head(cache: MemDecayCache, layer: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Return for each KV head of a layer what it keeps: keys, values, and whose they are.
 
-
-def main_slots(cache: MemDecayCache, layer: int) -> Tensor | None:
-    """Return `(n,)`, the ledger's slots of what the heads of a layer keep; None if they agree."""
-    table, main = cache.table_of(layer), cache.main
-    if table is main:
-        return None
-    index, order = main.index[0, : main.width].sort()
-    return order[torch.searchsorted(index, table.index[0, : table.width])]
+    Keys and values are `(n, head_dim)`; then `(n,)` int64, the tokens' slots in the ledger, or
+    None if they are the ledger's own slots.
+    """
+    pool, table, main = cache.pools[layer], cache.table_of(layer), cache.main
+    slots = None
+    if table is not main:
+        index, order = main.index[0, : main.width].sort()
+        slots = order[torch.searchsorted(index, table.index[0, : table.width])]
+    kept = zip(pool.keys(table.width)[0], pool.values(table.width)[0], strict=True)
+    return [(keys, values, slots) for keys, values in kept]
 
 
 class ReplayForward(AttachedForward):
@@ -82,6 +82,7 @@ class ReplayForward(AttachedForward):
         self.prompt = prompt
         self.count = count
         self.first_index = cache.seen
+        self.kv_len = cache.ledgers[0].length
         self.mask_layer = 0
         self.layer = 0
         self._most: list[Tensor] = []
@@ -134,7 +135,7 @@ class ReplayForward(AttachedForward):
         slides = self.cache.layout.windows[self.layer] is not None
         lowest = torch.finfo(torch.float32).min
         out, most = [], []
-        for head, (keys, values) in enumerate(kept_by_head(self.cache, self.layer)):
+        for head, (keys, values, slots) in enumerate(kept_by_head(self.cache, self.layer)):
             kept = len(keys)
             logits = torch.cat([packed[head] @ keys.t(), packed[head] @ key[0, head].t()], -1)
             logits = logits.float().mul_(scale)
@@ -145,21 +146,15 @@ class ReplayForward(AttachedForward):
             if slides:  # elsewhere all that is kept is seen
                 by_query[..., :kept].masked_fill_(hidden[:, :-count], lowest)
             weights = torch.softmax(logits, -1)
-            shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept]
-            most.append(shares.amax((0, 1)))
+            shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept].amax((0, 1))
+            if slots is not None:
+                shares = shares.new_zeros(self.kv_len).index_copy_(0, slots, shares)
+            most.append(shares)
             weights = weights.to(query.dtype)
             mixed = weights[:, :kept] @ values + weights[:, kept:] @ value[0, head]
             out.append(mixed.view(-1, count, mixed.shape[-1]))
-        self._observe(most)
+        self._most.append(torch.stack(most))
         return torch.cat(out)[None].transpose(1, 2), None
-
-    def _observe(self, most: list[Tensor]) -> None:
-        slots = main_slots(self.cache, self.layer)
-        kept = self.cache.main.width
-        rows = [
-            one if slots is None else one.new_zeros(kept).index_copy_(0, slots, one) for one in most
-        ]
-        self._most.append(torch.stack(rows))
 
     def observed(self) -> Tensor:
         """Return `(num_layers, num_kv_heads, kv_len)` float32, the most attention each got."""
