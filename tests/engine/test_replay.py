@@ -376,14 +376,29 @@ def test_time_and_stop_end_it_between_two_pieces() -> None:
     idle = made.idle(stop=stop, progress=once)
     assert idle.interrupted and idle.replayed == seen[0].replayed > 0 and len(seen) == 1
     assert idle.left == whole - idle.replayed == int((~made.cache.ledgers[0]["replayed"]).sum())
-    clock = iter(range(0, 10_000, 3))  # each look at the clock is 3 seconds later
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(time, "monotonic", lambda: next(clock))
-        timed = made.idle(seconds=9, progress=seen.append)
-    assert timed.interrupted and timed.left < idle.left
     rest = made.idle()
     assert (rest.left, rest.interrupted) == (0, False)
-    assert idle.replayed + timed.replayed + rest.replayed == whole
+    assert idle.replayed + rest.replayed == whole
+
+
+def test_no_piece_starts_that_would_end_too_late() -> None:
+    made = session(policy=Evidence(), budget=128, page_size=4)
+    several(made)
+    clock = [100.0]
+    real = MemDecayCache.replay
+
+    def slow(*args: Any) -> Tensor:
+        clock[0] += 10
+        return real(*args)
+
+    seen: list[Idle] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: clock[0])
+        patched.setattr(MemDecayCache, "replay", slow)
+        idle = made.idle(seconds=25, progress=seen.append)
+    assert [one.seconds for one in seen] == [10, 20]
+    assert idle == Idle(seen[1].replayed, seen[1].left, True, 20)
+    assert idle.left > 0
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), True, "3"])

@@ -169,10 +169,13 @@ def test_rows_that_move_take_their_hidden_states_with_them() -> None:
     for row in range(3):
         expected = literal(model(ids[row : row + 1, :30]).logits[0], ids[row, :30].tolist())
         assert agree(by_position(cache, row), expected)
-    branch = cache.branch([torch.arange(30), torch.arange(5, 30)], row=1)
+    assert cache.ledgers[2].waiting == 0
+    model(input_ids=ids[:, 30:31], cache=cache)
+    branch = cache.branch([torch.arange(31), torch.arange(5, 31)], row=1)
+    assert all(ledger.waiting == 0 for ledger in branch.ledgers), "worked out once for all"
     assert torch.equal(by_position(branch, 1), by_position(cache, 1)[5:])
-    model(input_ids=ids[[1, 1], 30:31], cache=branch)
-    expected = literal(model(ids[1:2, :31]).logits[0], ids[1, :31].tolist())
+    model(input_ids=ids[[1, 1], 31:32], cache=branch)
+    expected = literal(model(ids[1:2, :32]).logits[0], ids[1, :32].tolist())
     assert agree(by_position(branch, 0), expected)
 
 

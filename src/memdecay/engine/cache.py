@@ -505,8 +505,6 @@ class MemDecayCache(AttachedCache):
         the cache holds of it already.
         """
         positions = inputs.get("position_ids")
-        if self._repeating is not None:
-            return inputs
         if not (self._prompt_is_next and self.seen) or positions is None:
             return inputs
         count = positions.shape[-1]
