@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from transformers import (
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.pins import check_pins
-from memdecay.engine.report import AppendResult, Generated, Report, Scores
+from memdecay.engine.replay import LEAD, repeat_prompt, repeat_prompts
+from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
 from memdecay.engine.scoring import Frame, Scorer, targets
 from memdecay.engine.streaming import Cancel, DroppedError, stream
 from memdecay.engine.timeline import TimelineRecorder
@@ -72,6 +74,7 @@ class Session:
         tools: tool schemas for the chat template.
         prefill_chunk: tokens of a prompt to read at once; a quarter of the budget if that is less.
         record_timeline: record the life of every page, for `timeline`.
+        surprisal_vocabulary: for a policy that needs surprisal, see `MemDecayCache`.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -94,6 +97,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] | None = None,
         prefill_chunk: int = 256,
         record_timeline: bool = False,
+        surprisal_vocabulary: int | None = 8192,
     ) -> None:
         if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int):
             raise SessionError(f"prefill_chunk is {prefill_chunk!r}, but it must be an integer.")
@@ -111,6 +115,7 @@ class Session:
             clock=clock,
             observe_every=observe_every,
             window=window,
+            surprisal_vocabulary=surprisal_vocabulary,
         )
         self.conversation = Conversation(
             tokenizer, retrievers=retrievers, tools=tools, profile=self.cache.profile
@@ -212,6 +217,74 @@ class Session:
         with self.fork() as copy:
             copy.append([{"role": "user", "content": text}])
             return copy.generate(max_new_tokens=max_new_tokens).text
+
+    @torch.no_grad()
+    def idle(
+        self,
+        *,
+        seconds: float | None = None,
+        stop: threading.Event | None = None,
+        progress: Callable[[Idle], None] | None = None,
+    ) -> Idle:
+        """Use idle time: let the model repeat what is kept, so that the policy knows what matters.
+
+        Each kept token is repeated once, oldest first, in pieces of at most 256; a later call goes
+        on where this one stopped, and takes in what has come since. Nothing of it is stored, and
+        what the session says and counts does not change, except that a page is evicted if there
+        is no room at all to repeat in. It does nothing unless the policy needs "replay", so an
+        agent may call it whenever it waits.
+
+        Args:
+            seconds: start no piece that would end later than this, going by the piece before it.
+            stop: set it from another thread to stop before the next piece.
+            progress: called after each piece with what was done so far.
+
+        Raises:
+            SessionError: `seconds` is negative or no number.
+            A Ctrl-C undoes the piece it interrupts; the pieces before it count.
+        """
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0
+        ):
+            raise SessionError(f"seconds is {seconds!r}, but it must be at least 0, or None.")
+        start = time.monotonic()
+
+        def over(last: float) -> bool:
+            late = seconds is not None and time.monotonic() - start + last >= seconds
+            return late or (stop is not None and stop.is_set())
+
+        def done(replayed: int, interrupted: bool = False) -> Idle:
+            left = len(self.cache.unreplayed())
+            return Idle(replayed, left, interrupted, time.monotonic() - start)
+
+        with self._alone():
+            replayed, last, interrupted = 0, 0.0, False
+            while len(self.cache.unreplayed()) and not interrupted:
+                before = time.monotonic()
+                interrupted = over(last)
+                count = 0 if interrupted else self._repeat()
+                if not count:
+                    break
+                replayed, last = replayed + count, time.monotonic() - before
+                if progress is not None:
+                    progress(done(replayed))
+            return done(replayed, interrupted)
+
+    def _repeat(self) -> int:
+        """Let the model repeat the next kept tokens; returns how many, 0 if there is no room."""
+        cache = self.cache
+        prompts = repeat_prompts(self.tokenizer)
+        longest = max(len(repeat_prompt(prompts, range(LEAD))), len(repeat_prompt(prompts, ())))
+        room = cache.replay_room(longest, len(cache.unreplayed()))
+        kept = cache.ledgers[0]["position"].sort().values.tolist()
+        chosen = cache.unreplayed()[:room]
+        if not len(chosen):
+            return 0
+        lead = kept[: kept.index(int(chosen[0]))][-LEAD:]
+        ids = [self._ids[position] for position in chosen.tolist()]
+        prompt = repeat_prompt(prompts, [self._ids[position] for position in lead])
+        cache.replay(torch.tensor(ids), chosen, torch.tensor(prompt, dtype=torch.int64))
+        return len(ids)
 
     # Pins
 

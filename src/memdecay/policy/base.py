@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from memdecay.errors import PolicyError
 from memdecay.regions import Profile
 
-NEEDS = frozenset({"attention", "labels", "replay"})
-"""What a policy may ask for; `replay` is reserved for a later engine."""
+NEEDS = frozenset({"attention", "labels", "replay", "surprisal"})
+"""What a policy may ask for; see `Policy.needs`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Tokens:
         now: clock reading, in steps.
         seq_len: tokens seen so far, kept or not.
         state: the policy's own columns, name -> (kv_len,) float32.
+        surprisal: (kv_len,) float32, -log p of the token in nats, given what was kept when it was
+            read; 0 where that is unknown (the first token, a token that is just arriving, input
+            embeddings) and for a policy that does not need "surprisal".
+        replayed: (kv_len,) bool, whether the token has been repeated to the model (`on_replay`).
     """
 
     position: Tensor
@@ -40,6 +45,16 @@ class Tokens:
     now: float
     seq_len: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    surprisal: Tensor = field(default=None)  # type: ignore[assignment]
+    replayed: Tensor = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Say "unknown" and "not yet" where nothing is said, at the cost of no memory."""
+        zero = self.position.new_zeros((), dtype=torch.float32).expand(self.position.shape)
+        if self.surprisal is None:
+            object.__setattr__(self, "surprisal", zero)
+        if self.replayed is None:
+            object.__setattr__(self, "replayed", zero > 0)
 
     @property
     def kv_len(self) -> int:
@@ -69,7 +84,8 @@ class Policy(abc.ABC):
     summary: ClassVar[str]
     """One line, for `memdecay policies` and the docs."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of "attention" (then `observe` is called) and "labels" (then pinned regions are held)."""
+    """Of "attention" (then `observe` is called), "labels" (then pinned regions are held),
+    "surprisal" (then `Tokens.surprisal` is filled) and "replay" (then `on_replay` is called)."""
     bounded: ClassVar[bool] = True
     """False for a policy that never evicts and so runs without a budget."""
     columns: ClassVar[Mapping[str, float]] = {}
@@ -96,6 +112,29 @@ class Policy(abc.ABC):
             tokens: all kept tokens; `num_observed` does not count this observation yet.
             attention_mass: (kv_len,) float32, share of one query's attention, averaged over
                 heads, layers and the query window.
+            profile: the region policies.
+
+        Returns:
+            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
+            argument itself, so the caller copies.
+        """
+        return {}
+
+    def on_replay(
+        self, tokens: Tokens, attention: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        """Return the columns after some kept tokens were repeated; nothing is mutated.
+
+        In idle time the model repeats what is kept, piece by piece, and what it looks at to do so
+        is what it would miss. This is called once a piece, with the attention of that piece alone:
+        combine it with a column of your own, such as `torch.maximum(tokens.state["seen"], ...)`.
+
+        Args:
+            tokens: all kept tokens; `replayed` does not count this piece yet.
+            attention: (num_layers, num_kv_heads, kv_len) float32, the most attention that a query
+                of the piece gave to each kept token, over the query heads of the KV head. The
+                queries also see their own piece, so a query's shares of the kept sum to below 1.
+                A layer or head that does not hold a token gives it 0.
             profile: the region policies.
 
         Returns:

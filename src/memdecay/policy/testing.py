@@ -80,7 +80,7 @@ def sample(
     """Make a cache in which a third of the pages is gone and the policy has observed attention.
 
     Args:
-        policy: its columns are filled by its own `on_insert` and `observe`.
+        policy: its columns are filled by its own `on_insert`, `observe` and `on_replay`.
         kept_pages: number of pages; the last one is half full.
         page_size: tokens a page.
         seed: which cache.
@@ -108,6 +108,10 @@ def sample(
         seq_len=seq_len,
         state={name: torch.full_like(inserted_at, value) for name, value in policy.columns.items()},
     )
+    luck = torch.Generator().manual_seed(seed)
+    if "surprisal" in policy.needs:
+        surprisal = -torch.rand(len(position), generator=luck).log()
+        tokens = dataclasses.replace(tokens, surprisal=surprisal.masked_fill(position == 0, 0))
     profile = Profile.default()
     tokens = dataclasses.replace(tokens, state={**tokens.state, **policy.on_insert(tokens)})
     for _ in range(3):
@@ -117,6 +121,13 @@ def sample(
             tokens,
             state={**tokens.state, **columns},
             num_observed=tokens.num_observed + 1,
+        )
+    for part in range(2 if "replay" in policy.needs else 0):
+        columns = policy.on_replay(tokens, _replay(tokens, luck), profile)
+        tokens = dataclasses.replace(
+            tokens,
+            state={**tokens.state, **columns},
+            replayed=tokens.replayed | (position % 3 == part),
         )
     numbers, page_index = torch.unique(position // page_size, return_inverse=True)
     pinned = torch.zeros(len(position), dtype=torch.bool)
@@ -143,12 +154,13 @@ def check_score(policy: Policy) -> None:
 
 
 def check_columns(policy: Policy) -> None:
-    """`on_insert` and `observe` return only declared columns, one float32 per token."""
+    """`on_insert`, `observe` and `on_replay` return only declared columns, one float32 a token."""
     case = sample(policy)
     mass = torch.full_like(case.tokens.inserted_at, 1 / case.tokens.kv_len)
     inserted = policy.on_insert(case.tokens)
     observed = policy.observe(case.tokens, mass, case.profile)
-    for columns in (inserted, observed):
+    replayed = policy.on_replay(case.tokens, _replay(case.tokens), case.profile)
+    for columns in (inserted, observed, replayed):
         assert set(columns) <= set(policy.columns), f"{set(columns)} were not declared"
         for name, column in columns.items():
             assert column.shape == mass.shape and column.dtype == torch.float32, name
@@ -175,12 +187,14 @@ def check_pure(policy: Policy) -> None:
     """Nothing that a policy is given is changed."""
     case = sample(policy)
     mass = torch.rand(case.tokens.kv_len, generator=torch.Generator().manual_seed(1))
-    inputs = [mass, case.page_index, case.pinned, *case.tokens.state.values()]
+    attention = _replay(case.tokens)
+    inputs = [mass, attention, case.page_index, case.pinned, *case.tokens.state.values()]
     inputs += [value for value in vars(case.tokens).values() if isinstance(value, Tensor)]
     before = [value.clone() for value in inputs]
     config = json.dumps(policy_config(policy))
     policy.on_insert(case.tokens)
     policy.observe(case.tokens, mass, case.profile)
+    policy.on_replay(case.tokens, attention, case.profile)
     policy.score(case.tokens, case.profile)
     policy.protected(case.tokens, case.profile)
     if policy.bounded:
@@ -308,6 +322,12 @@ CHECKS: tuple[Callable[[Policy], None], ...] = (
     check_nan,
 )
 """Every check; each takes a policy and raises AssertionError when the contract is broken."""
+
+
+def _replay(tokens: Tokens, dice: torch.Generator | None = None) -> Tensor:
+    """Return (2, 3, kv_len), what a replay may have observed."""
+    dice = torch.Generator().manual_seed(2) if dice is None else dice
+    return torch.rand(2, 3, tokens.kv_len, generator=dice) ** 4
 
 
 def _held(policy: Policy, case: Sample) -> Tensor:
