@@ -110,10 +110,7 @@ def looked_at(
     prompt: Sequence[int],
     piece: Sequence[int],
 ) -> Tensor:
-    """What a replay observes at every position seen, `(num_layers, num_kv_heads, seen)`."""
+    """What a replay observes at every position seen, `(num_layers, num_heads, seen)`."""
     seen = len(ids)
     whole = torch.tensor([[*ids, *prompt, *piece]])
-    shares = attentions(model, whole, events)[:, :, seen + len(prompt) :, :seen].amax(2)
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return shares.unflatten(1, (heads, -1)).amax(2)
+    return attentions(model, whole, events)[:, :, seen + len(prompt) :, :seen].amax(2)

@@ -22,6 +22,7 @@ from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalent
 from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
 from memdecay.engine.surprisal import HELD, Head, Trail
+from memdecay.engine.watch import Watch
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
@@ -234,9 +235,12 @@ class MemDecayCache(AttachedCache):
         self.surprisal_vocabulary = surprisal_vocabulary
         wanted = "surprisal" in self.policy.needs
         self._head = Head(model, surprisal_vocabulary) if wanted else None
+        watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
+        self.watch = Watch(watched, self.layout)
         self.attachment: Attachment = attach(model)
         self.on_evict: Callable[[Evicted], None] | None = None
         self.on_observe: Callable[[int, Tensor, Tensor], None] | None = None
+        self.on_heads: Callable[[int, Tensor], None] | None = None
         self._clear()
         super().__init__(
             layers=[
@@ -621,6 +625,10 @@ class MemDecayCache(AttachedCache):
                 elif mass.shape[1]:
                     self._observe(row, mass[:, 0])
             self.observations += forward.decoding
+        for row, peak in enumerate(forward.peaks()):
+            self.ledgers[row].observe_heads(peak, self.clock_of(self.ledgers[row]))
+            if self.on_heads is not None:
+                self.on_heads(row, peak)
         for ledger in self.ledgers if self._head is not None else ():
             ledger.trim()
         self._running = self._rollback_point = None
@@ -936,8 +944,8 @@ class MemDecayCache(AttachedCache):
             prompt_ids: `(m,)` int64, what is said before them.
 
         Returns:
-            `(num_layers, num_kv_heads, kv_len)` float32 in slot order: the most attention that a
-            query of these tokens gave to each kept one, over the query heads of the KV head.
+            `(num_layers, num_heads, kv_len)` float32 in slot order: the most attention that a
+            query of these tokens gave to each kept one.
 
         Raises:
             BudgetError: there is no room for so many tokens; see `replay_room`.
@@ -1085,7 +1093,7 @@ class MemDecayCache(AttachedCache):
         other._padding = [[*padding] for padding in self._padding]
         other._slabs = {}
         other._running = other._repeating = other._rollback_point = None
-        other.on_evict = other.on_observe = None
+        other.on_evict = other.on_observe = other.on_heads = None
         return other
 
     @_lasting
@@ -1128,7 +1136,7 @@ class MemDecayCache(AttachedCache):
         other._padding = [[*self._padding[row]] for _ in slots]
         other._slabs = {}
         other._running = other._repeating = other._rollback_point = None
-        other.on_evict = other.on_observe = None
+        other.on_evict = other.on_observe = other.on_heads = None
         other.peak_tokens = max(len(chosen) for chosen in slots)
         indices = [self.main.index[row, chosen] for chosen in slots]
         places = [
@@ -1143,6 +1151,8 @@ class MemDecayCache(AttachedCache):
         other.tables = [
             table.branch(row, chosen) for table, chosen in zip(self.tables, places, strict=True)
         ]
+        for ledger in other.ledgers:
+            ledger.grow(other.main.capacity)
         other.pools = [
             pool.branch(row, places[table], other.tables[table].capacity)
             for pool, table in zip(self.pools, self.layout.table, strict=True)

@@ -361,7 +361,7 @@ class Ledger:
 
         Args:
             slots: (count,) int64, where they are.
-            attention: (num_layers, num_kv_heads, kv_len) float32, see `Policy.on_replay`.
+            attention: (num_layers, num_heads, kv_len) float32, see `Policy.on_replay`.
             now: clock reading.
         """
         changed = self.policy.on_replay(self.tokens(now), attention, self.profile)
@@ -370,6 +370,17 @@ class Ledger:
         self.columns["replayed"][slots] = True
 
     # Attention
+
+    def observe_heads(self, peak: Tensor, now: float) -> None:
+        """Let the policy learn what the watched heads gave most attention to (mutates).
+
+        Args:
+            peak: (number of heads, kv_len) float32, see `Policy.observe_heads`.
+            now: clock reading.
+        """
+        changed = self.policy.observe_heads(self.tokens(now), peak, self.profile)
+        for name, column in changed.items():
+            self.columns[f"state.{name}"][: self.length] = column
 
     def observe(self, attention_mass: Tensor, now: float) -> Tensor:
         """Let the policy learn from one observation (mutates).

@@ -146,16 +146,16 @@ class ReplayForward(AttachedForward):
             if slides:  # elsewhere all that is kept is seen
                 by_query[..., :kept].masked_fill_(hidden[:, :-count], lowest)
             weights = torch.softmax(logits, -1)
-            shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept].amax((0, 1))
+            shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept].amax(1)
             if slots is not None:
-                shares = shares.new_zeros(self.kv_len).index_copy_(0, slots, shares)
+                shares = shares.new_zeros(len(shares), self.kv_len).index_copy_(1, slots, shares)
             most.append(shares)
             weights = weights.to(query.dtype)
             mixed = weights[:, :kept] @ values + weights[:, kept:] @ value[0, head]
             out.append(mixed.view(-1, count, mixed.shape[-1]))
-        self._most.append(torch.stack(most))
+        self._most.append(torch.cat(most))
         return torch.cat(out)[None].transpose(1, 2), None
 
     def observed(self) -> Tensor:
-        """Return `(num_layers, num_kv_heads, kv_len)` float32, the most attention each got."""
+        """Return `(num_layers, num_heads, kv_len)` float32, the most attention each got."""
         return torch.stack(self._most)

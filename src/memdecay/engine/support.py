@@ -36,6 +36,7 @@ class Layout:
         table: for each layer the number of its table.
         rank: for each layer how many earlier layers have the same table.
         table_windows: for each table its window; full attention comes first if there is any.
+        num_heads: query heads of a layer.
         device: of the model.
         trained_positions: positions the model was trained for, if its config says.
         hard_limit: positions that exist at all, for learned position embeddings.
@@ -45,6 +46,7 @@ class Layout:
     table: tuple[int, ...]
     rank: tuple[int, ...]
     table_windows: tuple[int | None, ...]
+    num_heads: int
     device: torch.device
     trained_positions: int | None
     hard_limit: int | None
@@ -83,6 +85,7 @@ def check_supported(model: PreTrainedModel) -> Layout:
         table=table,
         rank=rank,
         table_windows=table_windows,
+        num_heads=config.num_attention_heads,
         device=model.device,
         trained_positions=positions,
         hard_limit=positions if learned else None,

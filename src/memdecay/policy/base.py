@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from memdecay.errors import PolicyError
 from memdecay.regions import Profile
 
-NEEDS = frozenset({"attention", "labels", "replay", "surprisal"})
+NEEDS = frozenset({"attention", "heads", "labels", "replay", "surprisal"})
 """What a policy may ask for; see `Policy.needs`."""
 
 
@@ -85,7 +85,8 @@ class Policy(abc.ABC):
     """One line, for `memdecay policies` and the docs."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Of "attention" (then `observe` is called), "labels" (then pinned regions are held),
-    "surprisal" (then `Tokens.surprisal` is filled) and "replay" (then `on_replay` is called)."""
+    "surprisal" (then `Tokens.surprisal` is filled), "heads" (then `observe_heads` is called) and
+    "replay" (then `on_replay` is called)."""
     bounded: ClassVar[bool] = True
     """False for a policy that never evicts and so runs without a budget."""
     columns: ClassVar[Mapping[str, float]] = {}
@@ -120,6 +121,25 @@ class Policy(abc.ABC):
         """
         return {}
 
+    def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
+        """Return the (layer, query head) to watch at every query; asked if it needs "heads"."""
+        return ()
+
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        """Return the columns after a forward in which the heads were watched; nothing is mutated.
+
+        Args:
+            tokens: all kept tokens, those of this forward too.
+            peak: (len(heads), kv_len) float32, the most attention that a query of this forward,
+                other than the token's own, gave to each token in each watched head.
+            profile: the region policies.
+
+        Returns:
+            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
+            argument itself, so the caller copies.
+        """
+        return {}
+
     def on_replay(
         self, tokens: Tokens, attention: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
@@ -131,10 +151,10 @@ class Policy(abc.ABC):
 
         Args:
             tokens: all kept tokens; `replayed` does not count this piece yet.
-            attention: (num_layers, num_kv_heads, kv_len) float32, the most attention that a query
-                of the piece gave to each kept token, over the query heads of the KV head. The
-                queries also see their own piece, so a query's shares of the kept sum to below 1.
-                A layer or head that does not hold a token gives it 0.
+            attention: (num_layers, num_heads, kv_len) float32, the most attention that a query of
+                the piece gave to each kept token in each query head. The queries also see their
+                own piece, so a query's shares of the kept sum to below 1. A layer or head that
+                does not hold a token gives it 0.
             profile: the region policies.
 
         Returns:
