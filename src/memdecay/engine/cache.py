@@ -344,6 +344,17 @@ class MemDecayCache(AttachedCache):
         self._prompt_is_next = False
         self._last_count = 0
 
+    @_lasting
+    def pass_steps(self, count: int) -> None:
+        """Move the clock of decode steps on; what is held of a prompt's end is observed then.
+
+        For a forward of several tokens that stands for as many decode steps: with 0 before it,
+        which ends the prompt, and with its length after it, which makes its last queries one
+        observation.
+        """
+        self.steps += count
+        self._release_queries()
+
     def activate_past_recording(self) -> None:
         """Note that assisted decoding begins: its first forward is a prompt, not a decode step."""
         self._prompt_is_next = True
