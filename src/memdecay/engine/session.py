@@ -154,8 +154,8 @@ class Session:
                 read one by one, as decode steps.
             score_chunk: how many of those to read by one forward. Above 1 this approximates the
                 order of events, for every policy alike: room is made before the whole chunk, then
-                the clock advances by as many decode steps, and what its last `window` queries
-                attended to is one observation.
+                the clock advances by as many decode steps (each token arrives at its own), and
+                what its last `window` queries attended to is one observation.
 
         Raises:
             SessionError: `score_chunk` is not an integer of at least 1.
@@ -455,9 +455,8 @@ class Session:
                     count = min(count, scorer.next_target(offset) - offset) or min(
                         count, scorer.targets_from(offset)
                     )
-                    self.cache.prefilling = not scorer.is_target(offset)
-                    if count > 1 and not self.cache.prefilling:
-                        self.cache.pass_steps(0)  # ends the prompt, as a decode step would
+                    self.cache.stepping = scorer.is_target(offset)
+                    self.cache.prefilling = not self.cache.stepping
                 else:
                     self.cache.prefilling = True
                 rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
@@ -476,12 +475,10 @@ class Session:
                     scorer.add(logits, [offset + row + 1 for row in rows])
                 self._ids.extend(ids[offset : offset + count])
                 offset += count
-                if count > 1 and not self.cache.prefilling:
-                    self.cache.pass_steps(count)
                 if self._recorder is not None and self.cache.prefilling:
                     self._recorder.prefilled()
         finally:
-            self.cache.prefilling = False
+            self.cache.prefilling = self.cache.stepping = False
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next."""
