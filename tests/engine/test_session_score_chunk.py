@@ -145,6 +145,6 @@ def test_the_timeline_has_one_decode_a_chunk():
 def test_what_is_no_chunk_is_refused(chunk):
     made = session()
     before = state(made)
-    with pytest.raises(SessionError, match="score_chunk is .* must be an integer of at least 1"):
+    with pytest.raises(SessionError, match=r"score_chunk is .* must be an integer of at least 1"):
         made.append(TALK, score=True, score_chunk=chunk)
     assert state(made) == before

@@ -440,8 +440,9 @@ class Session:
     def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
         """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
 
-        Several scored tokens of one forward stand for as many decode steps. A scored token was once written by a model, so the clock and the policy treat it as such.
-        A policy that never evicts learns nothing from that, and reads everything by chunks.
+        A scored token was once written by a model, so the clock and the policy treat it as such,
+        and several of one forward as so many decode steps. A policy that never evicts learns
+        nothing from that, and reads everything by chunks.
         """
         device = self.model.device
         decode = scorer is not None and self.cache.policy.bounded
