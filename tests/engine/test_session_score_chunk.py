@@ -87,7 +87,7 @@ def test_a_chunk_is_one_observation_of_its_last_queries_after_its_steps(chunk):
         assert torch.allclose(mass, torch.stack(padded).mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["memdecay", "h2o", "streaming"])
+@pytest.mark.parametrize("policy", ["memdecay-paper", "h2o", "streaming"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral_sliding"])
 def test_the_budget_holds_inside_every_forward_and_scores_are_the_oracle_s(name, policy):
     made = session(name, budget=64, policy=policy)

@@ -186,16 +186,16 @@ class TestRows:
 
     def test_pins_that_do_not_fit_are_a_row_that_says_so(self, tmp_path: Path) -> None:
         long = replace(SCRIPTS[0], stages=((system(150), user(3)), *SCRIPTS[0].stages[1:]))
-        both = (get_policy("memdecay"), get_policy("streaming"))
+        both = (get_policy("memdecay-paper"), get_policy("streaming"))
         go(tmp_path, scripts=(long, SCRIPTS[1]), policies=both, budgets=(0.25,))
         rows = gather(tmp_path).set_index(["trace", "policy"])
-        row = rows.loc["mill", "memdecay"]
+        row = rows.loc["mill", "memdecay-paper"]
         assert "tokens are pinned" in row["refused"] and math.isnan(row["delta_nll"])
-        assert (rows.drop(index=("mill", "memdecay"))["refused"] == "").all()
+        assert (rows.drop(index=("mill", "memdecay-paper"))["refused"] == "").all()
         found = {cell["policy"]: cell for cell in cells(gather(tmp_path))}
-        assert (found["memdecay"]["n"], found["memdecay"]["refused"]) == (1, 1)
-        assert found["streaming"]["against"]["memdecay"]["n"] == 1
-        assert "- mill, `memdecay` at 25%: budget is" in document("x", gather(tmp_path))
+        assert (found["memdecay-paper"]["n"], found["memdecay-paper"]["refused"]) == (1, 1)
+        assert found["streaming"]["against"]["memdecay-paper"]["n"] == 1
+        assert "- mill, `memdecay-paper` at 25%: budget is" in document("x", gather(tmp_path))
         assert go(tmp_path, scripts=(long, SCRIPTS[1]), policies=both, budgets=(0.25,)).done == []
 
 

@@ -11,12 +11,13 @@ from rich.table import Table
 from memdecay.calibration.extras import require
 from memdecay.cli import _options, _terminal
 from memdecay.errors import StudyError
+from memdecay.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from memdecay.study.trace_play import TraceRun
 
 EXAMPLE = (
-    "memdecay study traces traces/ --policies memdecay,streaming,h2o --out docs/results/traces/smol"
+    "memdecay study traces traces/ --policies streaming,h2o --budgets 0.5 --out runs/traces/smollm2"
 )
 _UNITS = {"size": "counting tokens", "trace": "reading traces"}
 
@@ -29,7 +30,7 @@ def traces(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     policies: Annotated[
         str, typer.Option("--policies", help="Names with commas; the full cache is always read.")
-    ] = "memdecay,streaming,h2o",
+    ] = f"{DEFAULT_POLICY},streaming,h2o",
     budgets: Annotated[
         str, typer.Option("--budgets", help="Shares of a trace's tokens, with commas.")
     ] = "0.5,0.25",
@@ -127,7 +128,7 @@ def _say(run: TraceRun, out: Path, count: int, notes: list[str], *, as_json: boo
     )
 
 
-REPORT_EXAMPLE = "memdecay study traces-report docs/results/traces/smol -o docs/results/traces-smol"
+REPORT_EXAMPLE = "memdecay study traces-report runs/traces/smollm2 -o docs/results/traces-smollm2"
 
 
 def traces_report(
