@@ -141,6 +141,15 @@ def test_the_timeline_has_one_decode_a_chunk():
     assert kinds.count("decode") == sum(-(-count // 16) for count in runs)
 
 
+def test_a_chunk_leaves_no_trace_on_later_forwards():
+    made = session()
+    made.append(TALK, score=True, score_chunk=8)
+    assert not made.cache.stepping and not made.cache.prefilling
+    with failing(made.model, 2, RuntimeError), pytest.raises(RuntimeError):
+        made.append([assistant(40, 5)], score=True, score_chunk=8)
+    assert not made.cache.stepping and not made.cache.prefilling
+
+
 @pytest.mark.parametrize("chunk", [0, -1, True, 2.0, "4", None])
 def test_what_is_no_chunk_is_refused(chunk):
     made = session()
