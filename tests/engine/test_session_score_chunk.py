@@ -142,7 +142,7 @@ def test_the_timeline_has_one_decode_a_chunk():
 
 
 def test_a_chunk_leaves_no_trace_on_later_forwards():
-    made = session()
+    made = session(template="llama3")  # which writes nothing after the end of an answer
     made.append(TALK, score=True, score_chunk=8)
     assert not made.cache.stepping and not made.cache.prefilling
     with failing(made.model, 2, RuntimeError), pytest.raises(RuntimeError):
