@@ -165,6 +165,10 @@ class MemDecayCache(AttachedCache):
     Not for training: what is stored is detached. One cache serves one thread at a time; several
     caches may serve one model, in several threads.
 
+    Two flags say what the next forwards are, for whoever runs them: `prefilling`, parts of a
+    prompt, also those of one token; `stepping`, that a forward of several tokens stands for as many
+    decode steps (their observation is one, of its last queries, and comes after them).
+
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
@@ -257,6 +261,7 @@ class MemDecayCache(AttachedCache):
         self.evicted_pages = 0
         self.peak_tokens = 0
         self.prefilling = False
+        self.stepping = False
         self.tables: list[SlotTable] = []
         self.pools: list[KVPool] = []
         self.ledgers: list[Ledger] = []
@@ -565,7 +570,7 @@ class MemDecayCache(AttachedCache):
                 if table.window is not None:
                     self._slide(number, table, max(new))
             self._check_budget(new)
-            if decoding:
+            if decoding or self.stepping:
                 self._release_queries()
             self._make_room(new)
         except MemDecayError:
@@ -631,6 +636,9 @@ class MemDecayCache(AttachedCache):
                 self.on_heads(row, peak)
         for ledger in self.ledgers if self._head is not None else ():
             ledger.trim()
+        if self.stepping and forward.count > 1:
+            self.steps += forward.count
+            self._release_queries()
         self._running = self._rollback_point = None
 
     def _read(self, forward: Forward, hidden: Tensor, ids: Tensor | None) -> None:
@@ -661,9 +669,10 @@ class MemDecayCache(AttachedCache):
         self._running = self._rollback_point = None
         self._last_count = 0
         if not self.seen:
-            prefilling = self.prefilling
+            prefilling, stepping = self.prefilling, self.stepping
             self._clear()
-            self._labels, self.prefilling = mark.labels, prefilling
+            self._labels = mark.labels
+            self.prefilling, self.stepping = prefilling, stepping
 
     def _real(self, rows: int, count: int, attention_mask: Tensor | None) -> Tensor | None:
         if attention_mask is None:
@@ -1047,6 +1056,9 @@ class MemDecayCache(AttachedCache):
             arrival: Tensor | float = now
             if self.clock == "tokens":
                 arrival = torch.arange(ledger.seen, ledger.seen + size, dtype=torch.float32)
+            elif self.stepping and count > 1:
+                first = count - left + 1
+                arrival = now + torch.arange(first, first + size, dtype=torch.float32)
             ledger.append(labels, now, arrival)
             left -= size
 

@@ -142,7 +142,12 @@ class Session:
 
     @torch.no_grad()
     def append(
-        self, messages: Sequence[Mapping[str, Any]], *, pin: bool = False, score: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        pin: bool = False,
+        score: bool = False,
+        score_chunk: int = 1,
     ) -> AppendResult:
         """Read messages: label their tokens and run them through the model, within the budget.
 
@@ -152,17 +157,27 @@ class Session:
             score: say how well the model foresees the assistant's tokens (teacher forcing): those
                 after what the template opens an answer with, up to the one that ends it. They are
                 read one by one, as decode steps.
+            score_chunk: how many of those to read by one forward. Above 1 this approximates the
+                order of events, for every policy alike: room is made before the whole chunk, then
+                the clock advances by as many decode steps (each token arrives at its own), and
+                what its last `window` queries attended to is one observation.
 
         Raises:
+            SessionError: `score_chunk` is not an integer of at least 1.
             TraceError: a message is malformed, or the chat template refuses it.
             BudgetError: the pinned tokens do not fit the budget.
-            In both cases nothing has changed. After any other exception the session is as it was
+            In these cases nothing has changed. After any other exception the session is as it was
             too, except that what was evicted stays evicted.
         """
+        if isinstance(score_chunk, bool) or not isinstance(score_chunk, int) or score_chunk < 1:
+            raise SessionError(
+                f"score_chunk is {score_chunk!r}, but it must be an integer of at least 1."
+            )
+        score_chunk = score_chunk if score else 0
         with self._alone(), self._undo() as undo:
             first = len(self.conversation.messages)
             rendered = self.conversation.append(messages)
-            scores = self._read(rendered, undo, first=first, pin=pin, score=score)
+            scores = self._read(rendered, undo, first=first, pin=pin, score_chunk=score_chunk)
         return AppendResult(len(rendered), rendered.spans, rendered.notes, scores)
 
     def check(self, messages: Sequence[Mapping[str, Any]], *, pin: bool = False) -> None:
@@ -454,9 +469,12 @@ class Session:
     # Reading
 
     def _read(
-        self, rendered: Rendered, undo: _Undo, *, first: int, pin: bool, score: bool
+        self, rendered: Rendered, undo: _Undo, *, first: int, pin: bool, score_chunk: int
     ) -> Scores | None:
-        """Run labelled tokens; `first` is the index of the first new message."""
+        """Run labelled tokens; `first` is the index of the first new message.
+
+        `score_chunk` is 0 if nothing is to be scored.
+        """
         if not rendered.ids:
             return None
         pins = self._pins(rendered, first=first, pin=pin)
@@ -471,14 +489,14 @@ class Session:
                 )
                 start = end
         wanted = {}
-        if score:
+        if score_chunk:
             roles = {
                 index: message["role"]
                 for index, message in enumerate(self.conversation.messages)
                 if index >= first
             }
             wanted = targets(rendered, roles, self._framing(), self._ends())
-        scorer = Scorer(rendered.ids, wanted, self.cache.seen)
+        scorer = Scorer(rendered.ids, wanted, self.cache.seen, chunk=score_chunk)
         self._run(rendered.ids, scorer)
         for name in rendered.regions:
             self._seen_by_region[name] += 1
@@ -495,8 +513,9 @@ class Session:
     def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
         """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
 
-        A scored token was once written by a model, so the clock and the policy treat it as such.
-        A policy that never evicts learns nothing from that, and reads everything by chunks.
+        A scored token was once written by a model, so the clock and the policy treat it as such,
+        and several of one forward as so many decode steps. A policy that never evicts learns
+        nothing from that, and reads everything by chunks.
         """
         device = self.model.device
         decode = scorer is not None and self.cache.policy.bounded
@@ -507,8 +526,11 @@ class Session:
             while offset < len(ids):
                 count = min(self._chunk(), len(ids) - offset)
                 if scorer is not None and decode:
-                    count = min(count, scorer.next_target(offset) - offset) or 1
-                    self.cache.prefilling = not scorer.is_target(offset)
+                    count = min(count, scorer.next_target(offset) - offset) or min(
+                        count, scorer.targets_from(offset)
+                    )
+                    self.cache.stepping = scorer.is_target(offset)
+                    self.cache.prefilling = not self.cache.stepping
                 else:
                     self.cache.prefilling = True
                 rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
@@ -530,7 +552,7 @@ class Session:
                 if self._recorder is not None and self.cache.prefilling:
                     self._recorder.prefilled()
         finally:
-            self.cache.prefilling = False
+            self.cache.prefilling = self.cache.stepping = False
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next."""
