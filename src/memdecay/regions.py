@@ -17,7 +17,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,7 @@ from ruamel.yaml.error import YAMLError
 from torch import Tensor
 
 from memdecay.errors import ProfileError
-from memdecay.evidence import EvidenceHead, heads_from
+from memdecay.evidence import Evidence, EvidenceHead, check_evidence
 
 REGIONS = ("system", "plan", "user", "tool_in", "tool_out", "retrieval", "scratchpad")
 """The seven regions of the paper; every profile has them, at these indices."""
@@ -120,7 +120,7 @@ class Profile:
         regions: Mapping[str, RegionPolicy],
         *,
         provenance: Mapping[str, Any] | None = None,
-        evidence: Sequence[EvidenceHead] = (),
+        evidence: Evidence = MappingProxyType({}),
     ) -> None:
         """Check the regions and complete them with the defaults."""
         for name, policy in regions.items():
@@ -131,7 +131,7 @@ class Profile:
         self._names = tuple(merged)
         self._policies = tuple(merged.values())
         self._provenance = _plain({} if provenance is None else provenance, _PROVENANCE)
-        self._evidence = tuple(evidence)
+        self._evidence = check_evidence(evidence)
         self._source: str | None = None
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -156,9 +156,9 @@ class Profile:
         return copy.deepcopy(self._provenance)
 
     @property
-    def evidence(self) -> tuple[EvidenceHead, ...]:
-        """Heads that foretell what will be needed, in no particular order."""
-        return self._evidence
+    def evidence(self) -> Mapping[str, tuple[EvidenceHead, ...]]:
+        """Heads that foretell what will be needed: the set for reading, and that with replay."""
+        return MappingProxyType(self._evidence)
 
     @property
     def base_priority(self) -> tuple[float, ...]:
@@ -229,7 +229,7 @@ class Profile:
         """Return a profile that says where its numbers came from; this one is unchanged."""
         return self._changed(provenance=provenance)
 
-    def with_evidence(self, evidence: Sequence[EvidenceHead]) -> Profile:
+    def with_evidence(self, evidence: Evidence) -> Profile:
         """Return a profile with these evidence heads; this one is unchanged."""
         return self._changed(evidence=evidence)
 
@@ -238,7 +238,7 @@ class Profile:
         *,
         regions: Mapping[str, RegionPolicy] | None = None,
         provenance: Mapping[str, Any] | None = None,
-        evidence: Sequence[EvidenceHead] | None = None,
+        evidence: Evidence | None = None,
     ) -> Profile:
         changed = Profile(
             self.regions if regions is None else regions,
@@ -255,7 +255,9 @@ class Profile:
         """
         data: dict[str, Any] = {name: _to_fields(policy) for name, policy in self.regions.items()}
         if self._evidence:
-            data[_EVIDENCE] = [head.to_dict() for head in self._evidence]
+            data[_EVIDENCE] = {
+                name: [head.to_dict() for head in heads] for name, heads in self._evidence.items()
+            }
         if self._provenance:
             data[_PROVENANCE] = self.provenance
         return data
@@ -280,7 +282,7 @@ class Profile:
             for name, fields in data.items()
             if name not in _RESERVED
         }
-        evidence = heads_from(data.get(_EVIDENCE, ()))
+        evidence = check_evidence(data.get(_EVIDENCE) or {})
         return cls(regions, provenance=data.get(_PROVENANCE), evidence=evidence)
 
     @classmethod
@@ -343,9 +345,11 @@ class Profile:
                 for field in [field for field in line if field not in fields]:
                     del line[field]
                 line.update({k: v for k, v in fields.items() if line.get(k) != v})
-        written = heads_from(document.get(_EVIDENCE) or ())
-        if self._evidence != written:
-            document[_EVIDENCE] = [_one_line(head.to_dict()) for head in self._evidence]
+        if self._evidence != check_evidence(document.get(_EVIDENCE) or {}):
+            document[_EVIDENCE] = {
+                name: [_one_line(head.to_dict()) for head in heads]
+                for name, heads in self._evidence.items()
+            }
         if self._provenance != _plain(document.get(_PROVENANCE) or {}, _PROVENANCE):
             document[_PROVENANCE] = self.provenance
         stream = io.StringIO()
