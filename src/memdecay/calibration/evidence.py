@@ -79,9 +79,7 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
     shape = logs[0].shape[:3]
     logs = [one.flatten(0, 2) for one in logs]
     means = [one[:, e.counted].mean(1) for one, e in zip(logs, episodes, strict=True)]
-    stds = [
-        one[:, e.counted].std(1).clamp(min=1e-3) for one, e in zip(logs, episodes, strict=True)
-    ]
+    stds = [one[:, e.counted].std(1).clamp(min=1e-3) for one, e in zip(logs, episodes, strict=True)]
     said = []
     for one, mean, std in zip(logs, means, stds, strict=True):
         said.append(smooth(((one - mean[:, None]) / std[:, None]).clamp(-CLIP, CLIP)))

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memdecay.engine import MemDecayCache
+from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.scoring import Frame, targets
 from memdecay.policy import Policy, Tokens
 from memdecay.prompt import Conversation, Message, Rendered
@@ -82,12 +83,19 @@ class Tape:
     inserted_at: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
 class _Watch(Policy):
     """Keeps everything and asks for attention."""
 
     name: ClassVar[str] = "watch"
     summary: ClassVar[str] = "observes only"
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "heads", "replay"})
+
+    watched: tuple[tuple[int, int], ...] = ()
+
+    def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
+        """Return the heads that whoever plays wants to watch."""
+        return self.watched
 
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return zeros: nothing is evicted."""
@@ -104,12 +112,14 @@ class Player:
         window: queries that an observation at the end of a prompt averages over.
         listen: is told every observation, in order.
         max_tokens: read no more than this many tokens; the rest of the script is left out.
+        heads: (layer, query head) of each head to watch at every query.
 
     Attributes:
         cache: the full cache.
         conversation: the messages so far.
         tape: what is known of the tokens so far.
         now: the clock, in decode steps.
+        peaks: (len(heads), seq_len) float32, the most attention that each token got in each.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Player:
         window: int = 16,
         listen: Listener | None = None,
         max_tokens: int | None = None,
+        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.model, self.tokenizer, self.script = model, tokenizer, script
         self.window = window
@@ -128,7 +139,10 @@ class Player:
         self.now = 0
         self.truncated = False
         self.conversation = self._conversation()
-        self.cache = MemDecayCache(model, budget=None, policy=_Watch(), window=_CHUNK)
+        watch = _Watch(tuple(heads))
+        self.cache = MemDecayCache(model, budget=None, policy=watch, window=_CHUNK)
+        self.peaks = torch.zeros(len(heads), 0, device=model.device)
+        self.cache.on_heads = self._hear_heads
         self._listen = listen or (lambda observation: None)
         self._max_tokens = max_tokens
         self._held: list[Tensor] = []
@@ -198,7 +212,28 @@ class Player:
             cache.on_observe = None
         return written
 
+    def replay(self, progress: Callable[[int], None] | None = None) -> Tensor:
+        """Let the model repeat all that was read, as `Session.idle` does.
+
+        Returns:
+            (num_layers, num_heads, seq_len) float32, the most attention that each token got.
+        """
+        prompts, most = repeat_prompts(self.tokenizer), None
+        while len(self.cache.unreplayed()):
+            count, attention = repeat_next(self.cache, prompts, self.tape.ids)
+            assert attention is not None
+            most = attention if most is None else torch.maximum(most, attention)
+            if progress is not None:
+                progress(count)
+        assert most is not None
+        return most
+
     # Reading
+
+    def _hear_heads(self, row: int, peak: Tensor) -> None:
+        grown = peak.clone()
+        grown[:, : self.peaks.shape[1]] = torch.maximum(grown[:, : self.peaks.shape[1]], self.peaks)
+        self.peaks = grown
 
     def _read_stage(self, messages: Sequence[Message], report: Callable[[int], None]) -> None:
         first = len(self.conversation.messages)

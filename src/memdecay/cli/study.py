@@ -79,6 +79,7 @@ def run(
         with _terminal.progress() as bar:
             lines = {
                 "measure": bar.add_task(f"{chosen.name}: measuring attention", total=count),
+                "watch": bar.add_task(f"{chosen.name}: watching heads", total=count),
                 "ask": bar.add_task(f"{chosen.name}: evicting and asking", total=count),
                 "overhead": bar.add_task(f"{chosen.name}: timing", total=1),
             }

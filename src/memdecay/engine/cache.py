@@ -174,7 +174,7 @@ class MemDecayCache(AttachedCache):
         budget: tokens to keep for each sequence of the batch; None for no limit.
         policy: a name, or a policy.
         profile: region policies, the defaults if None.
-        page_size: tokens a page; only whole pages are evicted.
+        page_size: tokens a page, only whole pages are evicted; what the policy prefers if None.
         align: "region" to open a fresh page at every region boundary.
         clock: "steps" (decode steps, as in the paper) or "tokens" (every token is a step).
         observe_every: k, observe attention every k decode steps; 0 for never.
@@ -195,7 +195,7 @@ class MemDecayCache(AttachedCache):
         budget: int | None,
         policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         align: str | None = None,
         clock: str = "steps",
         observe_every: int = 1,
@@ -212,6 +212,8 @@ class MemDecayCache(AttachedCache):
             raise MemDecayError(f"profile is {profile!r}, but it must be a Profile or None.")
         _check_choice("align", align, (None, "region"))
         _check_choice("clock", clock, ("steps", "tokens"))
+        if page_size is None:
+            page_size = self.policy.page_size
         _check_integer("page_size", page_size, 1)
         _check_integer("observe_every", observe_every, 0)
         _check_integer("window", window, 1)
@@ -778,7 +780,7 @@ class MemDecayCache(AttachedCache):
         if self.budget is not None:
             self._evict_excess(
                 [
-                    ledger.length + extra - self.budget
+                    self._at_least(ledger, ledger.length + extra - self.budget)
                     for ledger, extra in zip(self.ledgers, new, strict=True)
                 ]
             )
@@ -789,6 +791,13 @@ class MemDecayCache(AttachedCache):
                 if self.budget is not None:
                     capacity = min(capacity, max(need, self.budget))
                 self._grow(number, table, capacity)
+
+    def _at_least(self, ledger: Ledger, excess: int) -> int:
+        """Return the excess, or what the policy would free at once if more than that is free."""
+        wanted = self.policy.evict_at_least
+        if not 0 < excess < wanted:
+            return excess
+        return max(excess, min(wanted, ledger.length - sum(ledger.stuck())))
 
     @uninterrupted
     def _grow(self, number: int, table: SlotTable, capacity: int) -> None:

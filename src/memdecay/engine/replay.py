@@ -46,6 +46,32 @@ def repeat_prompt(prompts: tuple[list[int], list[int]], lead: Sequence[int]) -> 
     return [*later, *lead] if lead else first
 
 
+def repeat_next(
+    cache: MemDecayCache, prompts: tuple[list[int], list[int]], ids: Sequence[int]
+) -> tuple[int, Tensor | None]:
+    """Let the model repeat the next kept tokens that it has not repeated yet.
+
+    Args:
+        cache: of one sequence, with a policy that needs replay.
+        prompts: from `repeat_prompts`.
+        ids: of all tokens seen.
+
+    Returns:
+        How many were repeated, 0 if there is no room, and what `MemDecayCache.replay` says then.
+    """
+    longest = max(len(repeat_prompt(prompts, range(LEAD))), len(repeat_prompt(prompts, ())))
+    room = cache.replay_room(longest, len(cache.unreplayed()))
+    kept = cache.ledgers[0]["position"].sort().values.tolist()
+    chosen = cache.unreplayed()[:room]
+    if not len(chosen):
+        return 0, None
+    lead = kept[: kept.index(int(chosen[0]))][-LEAD:]
+    said = [ids[position] for position in chosen.tolist()]
+    prompt = repeat_prompt(prompts, [ids[position] for position in lead])
+    attention = cache.replay(torch.tensor(said), chosen, torch.tensor(prompt, dtype=torch.int64))
+    return len(said), attention
+
+
 def token_equivalents(count: int, num_layers: int) -> int:
     """Return how many kept tokens take the room of `count` tokens in one layer, rounded up."""
     return -(-count // num_layers)

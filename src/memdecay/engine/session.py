@@ -21,7 +21,7 @@ from transformers import (
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.pins import check_pins
-from memdecay.engine.replay import LEAD, repeat_prompt, repeat_prompts
+from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
 from memdecay.engine.scoring import Frame, Scorer, targets
 from memdecay.engine.streaming import Cancel, DroppedError, stream
@@ -65,7 +65,7 @@ class Session:
         budget: tokens to keep, None for no limit.
         policy: what to forget first; a name or a policy.
         profile: region policies, the defaults if None.
-        page_size: tokens a page; only whole pages are evicted.
+        page_size: tokens a page, only whole pages are evicted; what the policy prefers if None.
         align: "region" to open a fresh page at every region boundary.
         clock: "steps" (decode steps) or "tokens" (every token is a step).
         observe_every: k, observe attention every k decode steps; 0 for never.
@@ -88,7 +88,7 @@ class Session:
         budget: int | None,
         policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         align: str | None = None,
         clock: str = "steps",
         observe_every: int = 1,
@@ -287,19 +287,7 @@ class Session:
 
     def _repeat(self) -> int:
         """Let the model repeat the next kept tokens; returns how many, 0 if there is no room."""
-        cache = self.cache
-        prompts = repeat_prompts(self.tokenizer)
-        longest = max(len(repeat_prompt(prompts, range(LEAD))), len(repeat_prompt(prompts, ())))
-        room = cache.replay_room(longest, len(cache.unreplayed()))
-        kept = cache.ledgers[0]["position"].sort().values.tolist()
-        chosen = cache.unreplayed()[:room]
-        if not len(chosen):
-            return 0
-        lead = kept[: kept.index(int(chosen[0]))][-LEAD:]
-        ids = [self._ids[position] for position in chosen.tolist()]
-        prompt = repeat_prompt(prompts, [self._ids[position] for position in lead])
-        cache.replay(torch.tensor(ids), chosen, torch.tensor(prompt, dtype=torch.int64))
-        return len(ids)
+        return repeat_next(self.cache, repeat_prompts(self.tokenizer), self._ids)[0]
 
     # Pins
 

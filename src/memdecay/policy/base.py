@@ -89,6 +89,10 @@ class Policy(abc.ABC):
     "replay" (then `on_replay` is called)."""
     bounded: ClassVar[bool] = True
     """False for a policy that never evicts and so runs without a budget."""
+    page_size: ClassVar[int] = 16
+    """Tokens a page, where nobody says otherwise."""
+    evict_at_least: ClassVar[int] = 1
+    """Tokens to free at once when there is no room, so that small pages do not go one by one."""
     columns: ClassVar[Mapping[str, float]] = {}
     """Per-token state: column name -> its value for a token that has just arrived."""
 

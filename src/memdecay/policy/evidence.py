@@ -14,6 +14,7 @@ from memdecay.evidence import FLOOR, EvidenceHead
 
 CLIP = 3.0
 """Standard deviations beyond which a head's say does not grow."""
+_TINY = 1e-6
 REACH = 2
 """Positions to each side that share their evidence: a fact is more than one token."""
 
@@ -74,3 +75,42 @@ def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
     averaged = torch.empty_like(value)
     averaged[order] = total / count
     return averaged
+
+
+def log_prior(base_priority: Tensor, decay_rate: Tensor, age: Tensor) -> Tensor:
+    """Return the logarithm of the paper's prior, first term of (4): log b_r - λ_r Δt.
+
+    Args:
+        base_priority: b_r of each token's region, (kv_len,) float32; 0 counts as ε.
+        decay_rate: λ_r of each token's region, (kv_len,) float32 in 1/step.
+        age: Δt, (kv_len,) float32 in steps.
+
+    Returns:
+        (kv_len,) float32.
+    """
+    return base_priority.clamp(min=FLOOR).log() - decay_rate * age
+
+
+def score(evidence: Tensor, usage: Tensor, log_prior: Tensor, prior_weight: float) -> Tensor:
+    """Return the retention score: s = max(e, u) + γ (log b_r - λ_r Δt).
+
+    A token stays for either reason: as evidence, or as something all heads use. The prior tips
+    the scales between tokens of which attention says the same.
+
+    Args:
+        evidence: e, (kv_len,) float32.
+        usage: u, (kv_len,) float32, on the same scale.
+        log_prior: (kv_len,) float32.
+        prior_weight: γ, at least 0.
+    """
+    return torch.maximum(evidence, usage).add_(log_prior, alpha=prior_weight)
+
+
+def standardised(value: Tensor) -> Tensor:
+    """Return z = (log(ε' + v) - mean) / std over the kept tokens; zeros where all are alike.
+
+    Args:
+        value: v, (kv_len,) float32, share of one query's attention.
+    """
+    said = (value + _TINY).log_()
+    return (said - said.mean()) / said.std(correction=0).clamp(min=1e-3)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memdecay.policy import get_policy
-from memdecay.policy.registry import available
+from memdecay.policy.registry import available, policy_class
 
 PAPER = ("full", "random", "streaming", "h2o", "memdecay-paper")
 """The policies of the paper's study (section IV-C)."""
@@ -62,6 +61,11 @@ class Condition:
         return json.dumps({**fields, "params": dict(self.params)}, sort_keys=True)
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What its policy asks for."""
+        return frozenset() if self.policy == "oracle" else policy_class(self.policy).needs
+
+    @property
     def budgets(self) -> tuple[float, ...]:
         """The shares of tokens at which it is asked."""
         return (1.0,) if self.policy == "full" else BUDGETS
@@ -94,13 +98,14 @@ def _paper() -> list[Condition]:
 def _policies() -> list[Condition]:
     """Every other policy that is installed, third parties' too."""
     others = [name for name in available() if name not in PAPER]
-    made = [Condition(name, "policy", name, page_size=16 if _pages(name) else 1) for name in others]
+    made = [Condition(name, "policy", name, page_size=_page_size(name)) for name in others]
     return [*made, _memdecay_paper("memdecay-paper[rates=default]", "policy", rates="default")]
 
 
-def _pages(name: str) -> bool:
-    """Whether a policy is ours or kin to it: it scores labelled tokens by attention."""
-    return {"labels", "attention"} <= get_policy(name).needs
+def _page_size(name: str) -> int:
+    """Return what a policy prefers if it is ours or kin to it, scoring labelled tokens; else 1."""
+    cls = policy_class(name)
+    return cls.page_size if {"labels", "attention"} <= cls.needs else 1
 
 
 def _controls() -> list[Condition]:

@@ -12,7 +12,7 @@ from memdecay.errors import BudgetError, StudyError
 from memdecay.regions import Profile
 from memdecay.study.answers import Ask, Reply, answer
 from memdecay.study.conditions import Condition
-from memdecay.study.keeping import budget_tokens, digest, keep_sets, oracle
+from memdecay.study.keeping import Seen, budget_tokens, digest, keep_sets, oracle
 from memdecay.study.recording import Probe, Recording, question_mass
 from memdecay.study.scenario import find_gold
 from memdecay.study.settings import Setting
@@ -96,7 +96,14 @@ def _kept(
         ]
     profile = profiles[condition.rates]
     try:
-        sets = keep_sets(recording.tape, recording.observations, condition, profile, budgets)
+        sets = keep_sets(
+            recording.tape,
+            recording.observations,
+            condition,
+            profile,
+            budgets,
+            _seen(recording),
+        )
     except BudgetError as error:
         raise StudyError(
             f"Episode {recording.episode.name!r} cannot be evicted to {min(budgets)} tokens by "
@@ -107,6 +114,12 @@ def _kept(
         for share, kept in zip(shares, sets, strict=True)
         for probe in recording.probes
     ]
+
+
+def _seen(recording: Recording) -> Seen | None:
+    if recording.peaks is None:
+        return None
+    return Seen(recording.heads, recording.peaks, recording.replay)
 
 
 def _row(

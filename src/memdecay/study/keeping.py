@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,31 @@ _TRIES = 100
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What heads were seen to attend to in one episode.
+
+    Args:
+        heads: (layer, query head) of each head that was watched while reading.
+        peaks: (len(heads), seq_len) float32, the most attention that each token got in each.
+        replay: (num_layers, num_heads, seq_len) float32, the same while the model repeated the
+            context; None if it did not.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    peaks: Tensor
+    replay: Tensor | None = None
+
+    def tell(self, ledger: Ledger, now: float) -> None:
+        """Let the policy of a ledger that holds all tokens learn what it asks for (mutates)."""
+        policy, profile = ledger.policy, ledger.profile
+        if "heads" in policy.needs and (asked := policy.heads(profile)):
+            ledger.observe_heads(self.peaks[[self.heads.index(head) for head in asked]], now)
+        if "replay" in policy.needs:
+            assert self.replay is not None
+            ledger.replayed(torch.arange(ledger.length), self.replay, now)
+
+
 def budget_tokens(share: float, seq_len: int) -> int:
     """Return B = ⌊share · n⌋ (section IV-A)."""
     return int(share * seq_len)
@@ -31,6 +57,7 @@ def keep_sets(
     condition: Condition,
     profile: Profile,
     budgets: Sequence[int],
+    evidence: Seen | None = None,
 ) -> list[Tensor]:
     """Return what is kept when a policy that watched the episode evicts once, at its end.
 
@@ -40,6 +67,7 @@ def keep_sets(
         condition: the policy and how it is run; not the oracle.
         profile: the region policies that it uses.
         budgets: tokens to keep at most, each on its own.
+        evidence: what heads were seen to attend to, for a policy that asks for it.
 
     Returns:
         For each budget the (n,) int64 positions kept, ascending.
@@ -54,7 +82,7 @@ def keep_sets(
     regions = tape.regions
     if condition.labels == "noise":
         regions = noisy(tape, condition.noise, profile, condition.seed)
-    ledger = replay(tape, observations, condition, profile, regions)
+    ledger = replay(tape, observations, condition, profile, regions, evidence)
     return [_kept(ledger, budget, observations[-1].now, condition) for budget in budgets]
 
 
@@ -64,6 +92,7 @@ def replay(
     condition: Condition,
     profile: Profile,
     regions: Sequence[str],
+    evidence: Seen | None = None,
 ) -> Ledger:
     """Return the ledger of a policy that saw these tokens and this attention, nothing evicted."""
     policy = get_policy(condition.policy, **condition.params)
@@ -112,6 +141,8 @@ def replay(
         if "attention" in policy.needs and not skipped:
             ledger.observe(observation.mass, _clock(ledger, observation.now, condition))
     enter(len(regions))
+    if evidence is not None:
+        evidence.tell(ledger, _clock(ledger, observations[-1].now, condition))
     return ledger
 
 

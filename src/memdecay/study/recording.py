@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +44,10 @@ class Recording:
         probes: one for each fact.
         cache: one sequence, nothing evicted.
         ends: ids that end an answer.
+        heads: (layer, query head) of each head that was watched while reading.
+        peaks: (len(heads), seq_len) float32, the most attention that each token got in each.
+        replay: (num_layers, num_heads, seq_len) float32, the most that each got while the model
+            repeated the context; None if it did not.
     """
 
     episode: Episode
@@ -52,6 +56,9 @@ class Recording:
     probes: list[Probe]
     cache: MemDecayCache
     ends: list[int]
+    heads: tuple[tuple[int, int], ...] = ()
+    peaks: Tensor | None = None
+    replay: Tensor | None = None
 
     @property
     def seq_len(self) -> int:
@@ -78,6 +85,8 @@ def record(
     episode: Episode,
     *,
     burst: int = 8,
+    heads: Sequence[tuple[int, int]] = (),
+    replay: bool = False,
     listen: Listener | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Recording:
@@ -88,6 +97,8 @@ def record(
         tokenizer: its tokenizer.
         episode: what to read.
         burst: greedy decode steps at the end (section IV-A: 8 before an eviction).
+        heads: (layer, query head) of each head to watch while reading.
+        replay: let the model repeat the context after that, in idle time.
         listen: is told every observation too.
         progress: is told how many tokens were read by each forward.
     """
@@ -99,7 +110,7 @@ def record(
         if listen is not None:
             listen(kept)
 
-    player = Player(model, tokenizer, script_of(episode), listen=hear)
+    player = Player(model, tokenizer, script_of(episode), listen=hear, heads=heads)
     player.play(progress)
     player.burst(burst)
     player.conversation.record_generated(player.tape.ids[player.answer_from :])
@@ -110,6 +121,9 @@ def record(
         probes=[_probe(player, tokenizer, fact) for fact in episode.facts],
         cache=player.cache,
         ends=player.ends,
+        heads=tuple(heads),
+        peaks=player.peaks.cpu(),
+        replay=player.replay().cpu() if replay else None,
     )
 
 

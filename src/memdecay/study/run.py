@@ -18,6 +18,7 @@ from memdecay.study.conditions import Condition, conditions
 from memdecay.study.rows import made_by, rows_of, write_rows, write_whole
 from memdecay.study.scenario import Episode, load_episodes
 from memdecay.study.settings import Setting
+from memdecay.study.watching import evidence_from, from_file
 
 _CONFIG = "setting.json"
 
@@ -27,7 +28,7 @@ class Task:
     """A piece of work that needs the model; it knows all that a worker elsewhere needs.
 
     Args:
-        kind: "measure", "ask", "export", "straddle" or "overhead".
+        kind: "measure", "watch", "ask", "export", "straddle" or "overhead".
         setting: what is run.
         episode: on what; "straddle" looks at all of the setting.
         conditions: what to compare ("ask").
@@ -111,6 +112,10 @@ def run_setting(
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
     _check_curves(folder)
+    if any("heads" in condition.needs for condition in chosen):
+        _watch(folder, setting, episodes, workers, advance)
+    else:
+        advance("watch", len(episodes))
     profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
     provenance = made_by()
     tasks = []
@@ -141,6 +146,39 @@ def run_setting(
     return folder
 
 
+def _watch(
+    folder: Path,
+    setting: Setting,
+    episodes: Sequence[Episode],
+    workers: Workers,
+    advance: Advance,
+) -> None:
+    """Watch every head on each episode, unless the folder's profiles say what came of that.
+
+    What was watched is too much to hand on with a run, so it may be missing where the profiles
+    that were made of it are there.
+    """
+    if all(
+        _evidence_in(_profile_path(folder, scenario))
+        for scenario in {episode.scenario for episode in episodes}
+    ):
+        advance("watch", len(episodes))
+        return
+    watched = {path.stem for path in folder.glob("heads/*.safetensors")}
+    tasks = [Task("watch", setting, episode) for episode in episodes if episode.name not in watched]
+    advance("watch", len(episodes) - len(tasks))
+    for task, made in workers.results(tasks, advance):
+        write_whole(folder / "heads" / f"{task.episode.name}.safetensors", _writer(made))
+
+
+def _profile_path(folder: Path, scenario: str) -> Path:
+    return folder / "profiles" / f"{scenario}.yaml"
+
+
+def _evidence_in(path: Path) -> Mapping[str, Any]:
+    return Profile.load(path).evidence if path.exists() else {}
+
+
 def export(
     setting: Setting, workers: Workers, *, advance: Advance = lambda kind, share: None
 ) -> list[dict[str, Any]]:
@@ -157,6 +195,10 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
     With a single scenario there is nothing left to measure on, and the defaults stay.
     """
     curves = load_curves(folder / "curves")
+    watched = {
+        path.stem: from_file(path, path.stem.rpartition("-")[0])
+        for path in sorted(folder.glob("heads/*.safetensors"))
+    }
     profiles = {}
     for scenario in dict.fromkeys(scenarios):
         others = [one for one in curves if one.cluster != scenario]
@@ -168,8 +210,10 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
             "traces": len(others),
             "burst": setting.calibration_burst,
         }
-        profile = calibrated(fits, provenance=about)
-        path = folder / "profiles" / f"{scenario}.yaml"
+        path = _profile_path(folder, scenario)
+        seen = [one for one in watched.values() if one.cluster != scenario]
+        evidence = evidence_from(seen) if seen else _evidence_in(path)
+        profile = calibrated(fits, provenance=about).with_evidence(evidence)
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
         profiles[scenario] = profile

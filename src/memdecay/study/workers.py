@@ -20,12 +20,14 @@ import torch
 from memdecay.calibration.measure import measure
 from memdecay.engine import load_model
 from memdecay.errors import StudyError
+from memdecay.evidence import READ
 from memdecay.regions import Profile
 from memdecay.study.episode_rows import episode_rows, exported, straddle_share
 from memdecay.study.recording import record, regions_of, script_of
 from memdecay.study.run import Advance, AnyWork, Task, Work
 from memdecay.study.scenario import load_episodes
 from memdecay.study.trace_play import TraceTask, do_trace
+from memdecay.study.watching import to_bytes, watch
 
 _models: dict[tuple[str, str, str], Any] = {}
 
@@ -34,7 +36,8 @@ def do(task: Work, advance: Callable[[float], None] = lambda share: None) -> Any
     """Do a task in this process; the model stays loaded for the next one.
 
     Returns:
-        "measure": the bytes of a file of curves; "ask": rows; "export": what peers need;
+        "measure": the bytes of a file of curves; "watch": the bytes of what every head said;
+        "ask": rows; "export": what peers need;
         "straddle": the mean share of pages that straddle regions; "overhead": what
         `measure_overhead` says. For a `TraceTask` what `do_trace` returns.
     """
@@ -62,7 +65,26 @@ def do(task: Work, advance: Callable[[float], None] = lambda share: None) -> Any
             for one in load_episodes(setting.tier, setting.scenarios)
         ]
         return round(sum(shares) / len(shares), 4)
-    recording = record(model, tokenizer, episode, burst=setting.burst)
+    if task.kind == "watch":
+        watched = watch(model, tokenizer, episode, burst=setting.burst)
+        advance(1)
+        return to_bytes(watched)
+    profiles = {name: Profile.from_dict(plain) for name, plain in (task.profiles or {}).items()}
+    heads = {
+        (head.layer, head.head)
+        for profile in profiles.values()
+        for one in profile.evidence.values()
+        for head in one
+        if head.when == READ
+    }
+    recording = record(
+        model,
+        tokenizer,
+        episode,
+        burst=setting.burst,
+        heads=sorted(heads),
+        replay=any("replay" in one.needs for one in task.conditions),
+    )
     if task.kind == "export":
         advance(1)
         return exported(recording, setting)
@@ -71,7 +93,6 @@ def do(task: Work, advance: Callable[[float], None] = lambda share: None) -> Any
 
         return measure_overhead(model, tokenizer, recording)
     assert task.kind == "ask" and task.profiles is not None and task.provenance is not None
-    profiles = {name: Profile.from_dict(plain) for name, plain in task.profiles.items()}
     return episode_rows(
         model,
         tokenizer,

@@ -1,0 +1,113 @@
+"""MemDecay: what was looked at in a few telling heads stays, however long ago that was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from memdecay.evidence import READ, EvidenceHead
+from memdecay.policy import evidence
+from memdecay.policy.base import Policy, Tokens, check_parameter
+from memdecay.regions import Profile
+
+_MOST_HEADS = 12
+
+
+@dataclass(frozen=True)
+class MemDecay(Policy):
+    """Keep what evidence heads looked at, and what all heads use; pin instructions.
+
+    The score of a token is the greater of two claims, both about 0 for an ordinary token, and a
+    little of the paper's prior (`memdecay.policy.evidence` has the equations):
+
+    - evidence: the highest attention it ever got in the evidence heads of the profile, shared
+      with its neighbours. These are facts that may be asked for, however long ago they came;
+    - usage: the highest attention that it ever got on the average of all heads, less an offset.
+      These are marks that the model steers by, which no question asks for.
+
+    Neither fades, which is what the paper loses by: its prior forgets an old fact that nobody
+    happened to look at lately. Without evidence heads, as for a model that was never calibrated,
+    usage and the prior are all there is.
+
+    Args:
+        usage_offset: standard deviations that usage must exceed evidence by.
+        prior_weight: γ, of the region's log prior log b_r - λ_r Δt, Δt since insertion.
+        sinks: first tokens that stay, as idle attention rests on them.
+        recent: newest tokens that stay; nothing has read them yet, so nothing speaks for them.
+
+    Raises:
+        PolicyError: a parameter is outside its range.
+    """
+
+    name: ClassVar[str] = "memdecay"
+    summary: ClassVar[str] = "what a few telling heads once looked at stays, and what all use"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "heads", "labels"})
+    columns: ClassVar[Mapping[str, float]] = {
+        "usage": 0.0,
+        **{f"peak_{number}": 0.0 for number in range(_MOST_HEADS)},
+    }
+    page_size: ClassVar[int] = 1
+    evict_at_least: ClassVar[int] = 16
+    use: ClassVar[str] = "read"
+    """Which set of evidence heads it goes by."""
+
+    usage_offset: float = 0.5
+    prior_weight: float = 0.1
+    sinks: int = 4
+    recent: int = 16
+
+    def __post_init__(self) -> None:
+        """Refuse parameters outside their ranges."""
+        check_parameter(self, "usage_offset")
+        check_parameter(self, "prior_weight")
+        check_parameter(self, "sinks", integer=True)
+        check_parameter(self, "recent", integer=True)
+
+    def evidence_heads(self, profile: Profile) -> tuple[EvidenceHead, ...]:
+        """Return the heads it goes by, at most twelve."""
+        return profile.evidence.get(self.use, ())[:_MOST_HEADS]
+
+    def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
+        """Return those of them that are watched while tokens are read."""
+        return [(one.layer, one.head) for one in self.evidence_heads(profile) if one.when == READ]
+
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        """Remember the highest attention in each watched head."""
+        watched = [n for n, one in enumerate(self.evidence_heads(profile)) if one.when == READ]
+        return {
+            f"peak_{number}": evidence.peak(tokens.state[f"peak_{number}"], now)
+            for number, now in zip(watched, peak, strict=True)
+        }
+
+    def observe(
+        self, tokens: Tokens, attention_mass: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        """Remember the highest attention on the average of all heads."""
+        return {"usage": evidence.peak(tokens.state["usage"], attention_mass)}
+
+    def score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return the retention score, (kv_len,) float32."""
+        base_priority, decay_rate, _ = profile.tensors(tokens.region.device)
+        prior = evidence.log_prior(
+            base_priority.index_select(0, tokens.region),
+            decay_rate.index_select(0, tokens.region),
+            tokens.now - tokens.inserted_at,
+        )
+        usage = evidence.standardised(tokens.state["usage"]) - self.usage_offset
+        said = self.said(tokens, self.evidence_heads(profile))
+        if said is None:
+            return evidence.score(usage, usage, prior, self.prior_weight)
+        said = evidence.shared(said, tokens.position)
+        return evidence.score(said, usage, prior, self.prior_weight)
+
+    def said(self, tokens: Tokens, heads: Sequence[EvidenceHead]) -> Tensor | None:
+        """Return what these heads, whose numbers are their columns', say of each token."""
+        peaks = [tokens.state[f"peak_{number}"] for number in range(len(heads))]
+        return evidence.evidence(peaks, heads) if heads else None
+
+    def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return sinks and the newest tokens, (kv_len,) bool."""
+        return tokens.first(self.sinks) | tokens.latest(self.recent)
