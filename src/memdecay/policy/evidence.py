@@ -107,10 +107,21 @@ def score(evidence: Tensor, usage: Tensor, log_prior: Tensor, prior_weight: floa
 
 
 def standardised(value: Tensor) -> Tensor:
-    """Return z = (log(ε' + v) - mean) / std over the kept tokens; zeros where all are alike.
+    """Return z = (v - mean) / std over the kept tokens, so that two claims can be compared.
 
     Args:
-        value: v, (kv_len,) float32, share of one query's attention.
+        value: v, (kv_len,) float32.
+
+    Returns:
+        (kv_len,) float32; zeros where all are alike.
     """
-    said = (value + _TINY).log_()
-    return (said - said.mean()) / said.std(correction=0).clamp(min=1e-3)
+    return (value - value.mean()) / value.std(correction=0).clamp(min=1e-3)
+
+
+def log_usage(usage: Tensor) -> Tensor:
+    """Return log(ε' + m), as what all heads use spans orders of magnitude.
+
+    Args:
+        usage: m, (kv_len,) float32, the most attention on the average of all heads.
+    """
+    return (usage + _TINY).log_()

@@ -96,12 +96,14 @@ class MemDecay(Policy):
             decay_rate.index_select(0, tokens.region),
             tokens.now - tokens.inserted_at,
         )
-        usage = evidence.standardised(tokens.state["usage"]) - self.usage_offset
+        usage = self._claim(evidence.log_usage(tokens.state["usage"]), tokens)
         said = self.said(tokens, self.evidence_heads(profile))
-        if said is None:
-            return evidence.score(usage, usage, prior, self.prior_weight)
-        said = evidence.shared(said, tokens.position)
-        return evidence.score(said, usage, prior, self.prior_weight)
+        claim = usage if said is None else self._claim(said, tokens)
+        return evidence.score(claim, usage - self.usage_offset, prior, self.prior_weight)
+
+    @staticmethod
+    def _claim(value: Tensor, tokens: Tokens) -> Tensor:
+        return evidence.standardised(evidence.shared(value, tokens.position))
 
     def said(self, tokens: Tokens, heads: Sequence[EvidenceHead]) -> Tensor | None:
         """Return what these heads, whose numbers are their columns', say of each token."""
