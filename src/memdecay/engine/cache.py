@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from memdecay.engine.support import Layout, check_supported
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import Policy, get_policy
 from memdecay.regions import Profile
+
+if TYPE_CHECKING:
+    from memdecay.engine.head_cache import HeadCache
 
 _FIRST_CAPACITY = 256
 _MOST_AT_ONCE = 8192
@@ -178,6 +181,19 @@ class MemDecayCache(AttachedCache):
         BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
     """
 
+    by_head: ClassVar[bool] = False
+    """Whether each KV head of each layer keeps its own tokens; then this is a `HeadCache`."""
+    forward_type: ClassVar[type[Forward]] = Forward
+
+    def __new__(cls, *args: Any, policy: Any = None, **kwargs: Any) -> MemDecayCache:
+        """Return a `HeadCache` for a policy by which each head keeps its own tokens."""
+        policy = get_policy(policy) if isinstance(policy, str) else policy
+        if cls is MemDecayCache and getattr(policy, "per_head", False):
+            from memdecay.engine.head_cache import HeadCache
+
+            return super().__new__(HeadCache)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -293,18 +309,22 @@ class MemDecayCache(AttachedCache):
         Raises:
             SessionError: outside a forward of the model that this cache was made for.
         """
+        pool = self._store(key_states, value_states, layer_idx)
+        width = self.table_of(layer_idx).width
+        return pool.keys(width), pool.values(width)
+
+    def _store(self, keys: Tensor, values: Tensor, layer: int) -> KVPool:
         forward = self._running
         if forward is None:
             raise SessionError(
                 "A MemDecayCache is filled only by a forward of the model it was made for."
             )
-        if layer_idx == len(self.pools):
-            self._make_pool(key_states, value_states, layer_idx)
-        forward.layer = layer_idx
-        table = self.table_of(layer_idx)
-        pool = self.pools[layer_idx]
-        pool.write(forward.writes[table.window], key_states, value_states)
-        return pool.keys(table.width), pool.values(table.width)
+        if layer == len(self.pools):
+            self._make_pool(keys, values, layer)
+        forward.layer = layer
+        pool = self.pools[layer]
+        pool.write(forward.writes[self.table_of(layer).window], keys, values)
+        return pool
 
     def reset(self) -> None:
         """Forget everything; the pools are freed."""
@@ -465,6 +485,11 @@ class MemDecayCache(AttachedCache):
         """Tokens kept of a sequence."""
         return self.main.lengths[row] if self.tables else 0
 
+    def kept_entries(self, row: int = 0) -> int:
+        """Entries kept of a sequence: one is a token in one KV head of one layer."""
+        lengths = [self.tables[number].lengths[row] for number in self.layout.table if self.tables]
+        return sum(lengths) * self.layout.num_kv_heads
+
     @property
     def nbytes(self) -> int:
         """Bytes of the pools: what the KV holds of memory, used or not."""
@@ -560,7 +585,7 @@ class MemDecayCache(AttachedCache):
         if real is not None:
             for row, column in (~real).nonzero().tolist():
                 self._padding[row].append(self.seen + column)
-        forward = Forward(
+        forward = self.forward_type(
             self,
             count=count,
             new=new,
@@ -571,7 +596,7 @@ class MemDecayCache(AttachedCache):
             observing=self._observes(decoding),
         )
         self.seen += count
-        self.peak_tokens = max(self.peak_tokens, *self.main.lengths)
+        self.peak_tokens = max(self.peak_tokens, *map(self.kept, range(self.rows)))
         self._running = forward
         self._last_count = count
         return forward
@@ -666,9 +691,28 @@ class MemDecayCache(AttachedCache):
                 f"The model is on {keys.device}, but it was on {self.layout.device} when this "
                 f"cache was made; make a new one."
             )
+        self.pools.append(self._new_pool(keys, layer))
+
+    def _new_pool(self, keys: Tensor, layer: int) -> KVPool:
         rows, heads, _, head_dim = keys.shape
         capacity = self.table_of(layer).capacity
-        self.pools.append(KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device))
+        return KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device)
+
+    @_lasting
+    def restored_pool(self, layer: int, saved: Mapping[str, Tensor]) -> KVPool:
+        """Return the pool of a layer of which `KVPool.saved` returned this."""
+        (kv,) = saved.values()
+        _, rows, heads, width, head_dim = kv.shape
+        table = self.table_of(layer)
+        if (rows, width) != (table.rows, table.width):
+            raise ValueError(f"{tuple(kv.shape)}")
+        pool = KVPool(rows, heads, table.capacity, head_dim, kv.dtype, kv.device)
+        pool.kv[:, :, :, :width] = kv
+        return pool
+
+    def adopt(self, ledger: Ledger) -> None:
+        """Take a ledger of an earlier time whose tokens are those of the main table."""
+        self.ledgers[0] = ledger
 
     def _check_positions(self, count: int, new: list[int], position_ids: Tensor | None) -> None:
         if len(self._labels) > self.rows and any(self._labels[self.rows :]):
@@ -695,7 +739,7 @@ class MemDecayCache(AttachedCache):
     def _check_budget(self, new: list[int]) -> None:
         """Refuse the next tokens if they cannot fit, before anything is evicted."""
         for ledger, extra in zip(self.ledgers, new, strict=True):
-            if self.budget is None or ledger.length + extra <= self.budget:
+            if self.budget is None or ledger.over(self.budget, extra) <= 0:
                 continue
             held, still_open = ledger.stuck()
             room = self.budget - held - still_open
@@ -712,7 +756,7 @@ class MemDecayCache(AttachedCache):
         if self.budget is not None:
             self._evict_excess(
                 [
-                    ledger.length + extra - self.budget
+                    ledger.over(self.budget, extra)
                     for ledger, extra in zip(self.ledgers, new, strict=True)
                 ]
             )
@@ -720,7 +764,7 @@ class MemDecayCache(AttachedCache):
             need = max(length + extra for length, extra in zip(table.lengths, new, strict=True))
             if need > table.capacity:
                 capacity = max(need, table.capacity + table.capacity // 2)
-                if self.budget is not None:
+                if self.budget is not None and not self.by_head:
                     capacity = min(capacity, max(need, self.budget))
                 self._grow(number, table, capacity)
 
@@ -823,12 +867,12 @@ class MemDecayCache(AttachedCache):
             BudgetError: `budget` is not positive, or the pins leave too little to evict.
         """
         _check_integer("budget", budget, 1, BudgetError)
-        excess = [ledger.length - budget for ledger in self.ledgers]
+        excess = [ledger.over(budget) for ledger in self.ledgers]
         if row is not None:
             excess = [number if row == other else 0 for other, number in enumerate(excess)]
         for ledger, number in zip(self.ledgers, excess, strict=True):
             held, still_open = ledger.stuck() if number > 0 else (0, 0)
-            if ledger.length - held - still_open < number:
+            if number > 0 and held + still_open > budget:
                 raise BudgetError(
                     f"budget is {budget}, but pins hold {held} tokens and the page being filled "
                     f"{still_open} more."
@@ -915,7 +959,7 @@ class MemDecayCache(AttachedCache):
     @_lasting
     def copy(self) -> MemDecayCache:
         """Return an independent copy, for the same model."""
-        other = MemDecayCache.__new__(MemDecayCache)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.layers = [
             PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
@@ -956,7 +1000,7 @@ class MemDecayCache(AttachedCache):
                 raise MemDecayError(f"kept[{number}] holds no token of row {row}.")
         if not slots:
             raise MemDecayError("kept is empty, but it must hold at least one keep set.")
-        other = MemDecayCache.__new__(MemDecayCache)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.layers = [
             PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
@@ -989,6 +1033,26 @@ class MemDecayCache(AttachedCache):
             for pool, table in zip(self.pools, self.layout.table, strict=True)
         ]
         return other
+
+    def branch_heads(self, kept: Sequence[Sequence[Tensor]], *, row: int = 0) -> HeadCache:
+        """Return a new cache of one sequence in which each KV head keeps its own tokens of a row.
+
+        It goes on as if each head had been computed over what it keeps from now on; only that is
+        copied.
+
+        Args:
+            kept: for each layer and KV head the true positions to keep, `(n,)` int64; those that
+                the head does not hold are passed over.
+            row: which sequence of this cache.
+
+        Raises:
+            MemDecayError: it is not one entry a layer and head, nothing is kept, or the row has
+                padding.
+            ModelError: a layer has a sliding window.
+        """
+        from memdecay.engine.head_cache import branch_heads
+
+        return branch_heads(self, kept, row)
 
     def __copy__(self) -> MemDecayCache:
         return self.copy()

@@ -37,6 +37,7 @@ class Layout:
         rank: for each layer how many earlier layers have the same table.
         table_windows: for each table its window; full attention comes first if there is any.
         device: of the model.
+        num_kv_heads: KV heads of a layer.
         trained_positions: positions the model was trained for, if its config says.
         hard_limit: positions that exist at all, for learned position embeddings.
     """
@@ -46,6 +47,7 @@ class Layout:
     rank: tuple[int, ...]
     table_windows: tuple[int | None, ...]
     device: torch.device
+    num_kv_heads: int
     trained_positions: int | None
     hard_limit: int | None
 
@@ -84,6 +86,7 @@ def check_supported(model: PreTrainedModel) -> Layout:
         rank=rank,
         table_windows=table_windows,
         device=model.device,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         trained_positions=positions,
         hard_limit=positions if learned else None,
     )

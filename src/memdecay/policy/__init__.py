@@ -4,7 +4,15 @@ The algorithm of the paper is `memdecay.policy.retention` (equations 2-4) and
 `memdecay.policy.pages` (equation 5 and Algorithm 1). Pure torch, any device.
 """
 
-from memdecay.policy.base import Policy, Tokens
+from memdecay.policy.base import HeadPolicy, Policy, Tokens
 from memdecay.policy.registry import available, from_config, get_policy, policy_config
 
-__all__ = ["Policy", "Tokens", "available", "from_config", "get_policy", "policy_config"]
+__all__ = [
+    "HeadPolicy",
+    "Policy",
+    "Tokens",
+    "available",
+    "from_config",
+    "get_policy",
+    "policy_config",
+]
