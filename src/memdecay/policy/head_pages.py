@@ -6,12 +6,13 @@ is mutated.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
 from memdecay.policy.base import Policy, Tokens
-from memdecay.policy.pages import select
 from memdecay.regions import Profile
 
 
@@ -68,12 +69,15 @@ def plan_head_eviction(
         )
     # Pages of heads are numbered page by page, then by layer, then by head: the order of ties.
     here = held.permute(2, 0, 1).reshape(kv_len, layers * heads)
-    score = score.permute(2, 0, 1).reshape(kv_len, layers * heads).double()
-    sums = score.new_zeros(num_pages, layers * heads)
-    sums.index_add_(0, page_index, score.masked_fill(~here, 0.0))
-    entries = torch.zeros_like(sums).index_add_(0, page_index, here.double()).long()
-    mean = sums / entries.clamp(min=1)
-    if not bool(torch.isfinite(mean).all()):
+    score = score.permute(2, 0, 1).reshape(kv_len, layers * heads).masked_fill(~here, 0.0)
+    if num_pages == kv_len:  # a page is a token: nothing to add up
+        order = torch.argsort(page_index)
+        mean, entries = score.index_select(0, order), here.index_select(0, order)
+    else:
+        sums = torch.zeros(num_pages, layers * heads, dtype=torch.float64, device=score.device)
+        entries = torch.zeros_like(sums).index_add_(0, page_index, here.double()).long()
+        mean = sums.index_add_(0, page_index, score.double()).div_(entries.clamp(min=1))
+    if not all(math.isfinite(end) for end in mean.aminmax()):  # NaN is an end too
         raise PolicyError(
             f"Policy {policy.name!r} scored an entry NaN or infinite, but a score must be finite; "
             f"the attention it observed may be NaN."
@@ -86,7 +90,7 @@ def plan_head_eviction(
     if open_page is not None:
         stuck[open_page] = True
     stays = (entries == 0) | stuck[:, None]
-    free = int(entries[~stays].sum())
+    free = int((entries * ~stays).sum())
     if free < excess:
         raise BudgetError(
             f"The budget is too small by {excess - free} entries: {excess} must be freed, but only "
@@ -97,14 +101,28 @@ def plan_head_eviction(
     gone = torch.zeros_like(stays)
     if preferred is not None:
         first = ~stays & ~_pages_of(preferred, page_index, num_pages)[:, None]
-        others = int(entries[first].sum())
-        if others >= excess:
-            stays = ~first
-        else:
+        others = int((entries * first).sum())
+        if others < excess:
             gone, stays, excess = first, stays | first, excess - others
-    chosen = select(mean.flatten(), entries.flatten(), stays.flatten(), excess)
-    gone = gone | chosen.view_as(gone)
+        else:
+            stays = ~first
+    gone.view(-1)[_lowest(mean.flatten(), entries.flatten(), stays.flatten(), excess)] = True
     return (gone.index_select(0, page_index) & here).t().reshape(layers, heads, kv_len)
+
+
+def _lowest(mean: Tensor, entries: Tensor, stays: Tensor, excess: int) -> Tensor:
+    """Return the indices of pages to evict, lowest mean first until `excess` entries are freed.
+
+    Most pages stay, so only those that can be among the few are looked up and sorted.
+    """
+    smallest = int(entries.long().masked_fill(stays, excess).min())
+    enough = min(-(-excess // smallest), len(mean))
+    candidates = mean.masked_fill(stays, torch.inf)
+    limit = torch.topk(candidates, enough, largest=False, sorted=False).values.max()
+    pages = torch.nonzero((candidates <= limit) & ~stays).squeeze(1)
+    pages = pages[torch.sort(mean[pages], stable=True).indices]
+    sizes = entries[pages].long()
+    return pages[torch.cumsum(sizes, dim=0) - sizes < excess]
 
 
 def _pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
