@@ -130,6 +130,17 @@ def test_tokens_go_when_the_last_head_lets_them_go() -> None:
     assert len(known) > 24, "heads keep different tokens"
 
 
+@torch.no_grad()
+def test_a_fresh_token_has_fresh_columns() -> None:
+    model = make("llama")
+    cache = MemDecayCache(model, budget=24, policy=Looked(), page_size=1, observe_every=0)
+    for start, end in chunks(60, [20, 1]):
+        model(input_ids=tokens(60)[:, start:end], cache=cache)
+    state = cache.ledgers[0].tokens(0.0).head_state
+    assert (state["share"] == 0.5).all()
+    assert (state["born"] == cache.ledgers[0]["position"]).all()
+
+
 # What changes a cache
 
 
