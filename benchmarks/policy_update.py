@@ -24,7 +24,7 @@ TARGET_MS, TARGET_TOKENS = 2.0, 131_072
 
 
 def measure(
-    policy: str = "memdecay",
+    policy: str = "memdecay-paper",
     *,
     tokens: int = TARGET_TOKENS,
     page_size: int = 16,
@@ -123,7 +123,7 @@ def main() -> None:
         print(json.dumps(results))
         return
     print(f"One core, page size 16, slots in random order; medians in ms. Target {TARGET_MS} ms at")
-    print(f"{TARGET_TOKENS:,} tokens for memdecay; the paper: {PAPER_MS} ms at {PAPER_TOKENS}.\n")
+    print(f"{TARGET_TOKENS:,} tokens for memdecay-paper; paper: {PAPER_MS} ms at {PAPER_TOKENS}.\n")
     print(f"{'policy':<20}{'tokens':>8}{'observe':>9}{'score':>7}{'+ one page':>12}{'+ 25%':>8}")
     for row in results:
         print(

@@ -79,7 +79,7 @@ def rows(quick: bool) -> Iterator[Row]:
         what = f"policy update, score and selection at 131,072 tokens, evicting {part}"
         value = timing[f"total_{part}_ms"]
         detail = f"observe {timing['observe_ms']:.2f} ms, select {timing[f'plan_{part}_ms']:.2f} ms"
-        yield Row(what.replace("_", " "), "memdecay", value, 2.0, "ms", detail=detail)
+        yield Row(what.replace("_", " "), "memdecay-paper", value, 2.0, "ms", detail=detail)
 
 
 def provenance() -> dict[str, str]:

@@ -31,12 +31,15 @@ from ruamel.yaml.error import YAMLError
 from torch import Tensor
 
 from memdecay.errors import ProfileError
+from memdecay.evidence import Evidence, EvidenceHead, check_evidence
 
 REGIONS = ("system", "plan", "user", "tool_in", "tool_out", "retrieval", "scratchpad")
 """The seven regions of the paper; every profile has them, at these indices."""
 
 _FIELDS = ("base_priority", "half_life", "decay_rate", "pinned")
 _PROVENANCE = "provenance"
+_EVIDENCE = "evidence"
+_RESERVED = (_PROVENANCE, _EVIDENCE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _LARGEST = torch.finfo(torch.float32).max
 _HALF_LIFE = "a number of steps above 0, or inf for no decay"
@@ -103,18 +106,21 @@ class Profile:
     Args:
         regions: region name -> policy; names of letters, digits, `_`, `-` and `.`.
         provenance: where the numbers came from (calibration writes it); plain YAML values.
+        evidence: attention heads of the model that foretell what will be needed (calibration
+            finds them); none in the default profile.
 
     Raises:
         ProfileError: a name or a value is not valid.
     """
 
-    __slots__ = ("_names", "_policies", "_provenance", "_source", "_tensors")
+    __slots__ = ("_evidence", "_names", "_policies", "_provenance", "_source", "_tensors")
 
     def __init__(
         self,
         regions: Mapping[str, RegionPolicy],
         *,
         provenance: Mapping[str, Any] | None = None,
+        evidence: Evidence = MappingProxyType({}),
     ) -> None:
         """Check the regions and complete them with the defaults."""
         for name, policy in regions.items():
@@ -125,6 +131,7 @@ class Profile:
         self._names = tuple(merged)
         self._policies = tuple(merged.values())
         self._provenance = _plain({} if provenance is None else provenance, _PROVENANCE)
+        self._evidence = check_evidence(evidence)
         self._source: str | None = None
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -147,6 +154,11 @@ class Profile:
     def provenance(self) -> dict[str, Any]:
         """Where the numbers came from; a copy, empty when nobody said."""
         return copy.deepcopy(self._provenance)
+
+    @property
+    def evidence(self) -> Mapping[str, tuple[EvidenceHead, ...]]:
+        """Heads that foretell what will be needed: the set for reading, and that with replay."""
+        return MappingProxyType(self._evidence)
 
     @property
     def base_priority(self) -> tuple[float, ...]:
@@ -211,22 +223,41 @@ class Profile:
         Raises:
             ProfileError: the name or the policy is not valid.
         """
-        changed = Profile({**self.regions, name: policy}, provenance=self._provenance)
-        changed._source = self._source
-        return changed
+        return self._changed(regions={**self.regions, name: policy})
 
     def with_provenance(self, provenance: Mapping[str, Any]) -> Profile:
         """Return a profile that says where its numbers came from; this one is unchanged."""
-        changed = Profile(self.regions, provenance=provenance)
+        return self._changed(provenance=provenance)
+
+    def with_evidence(self, evidence: Evidence) -> Profile:
+        """Return a profile with these evidence heads; this one is unchanged."""
+        return self._changed(evidence=evidence)
+
+    def _changed(
+        self,
+        *,
+        regions: Mapping[str, RegionPolicy] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        evidence: Evidence | None = None,
+    ) -> Profile:
+        changed = Profile(
+            self.regions if regions is None else regions,
+            provenance=self._provenance if provenance is None else provenance,
+            evidence=self._evidence if evidence is None else evidence,
+        )
         changed._source = self._source
         return changed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the YAML file holds: region -> fields, and `provenance` if there is one.
+        """Return what the YAML file holds: region -> fields, `evidence` and `provenance` if any.
 
         An endless half-life is written as the string "inf", so the result is valid JSON.
         """
         data: dict[str, Any] = {name: _to_fields(policy) for name, policy in self.regions.items()}
+        if self._evidence:
+            data[_EVIDENCE] = {
+                name: [head.to_dict() for head in heads] for name, heads in self._evidence.items()
+            }
         if self._provenance:
             data[_PROVENANCE] = self.provenance
         return data
@@ -247,9 +278,12 @@ class Profile:
                 f"A profile must be a mapping of region to fields, not {_kind(data)}."
             )
         regions = {
-            name: _from_fields(name, fields) for name, fields in data.items() if name != _PROVENANCE
+            name: _from_fields(name, fields)
+            for name, fields in data.items()
+            if name not in _RESERVED
         }
-        return cls(regions, provenance=data.get(_PROVENANCE))
+        evidence = check_evidence(data.get(_EVIDENCE) or {})
+        return cls(regions, provenance=data.get(_PROVENANCE), evidence=evidence)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -304,14 +338,18 @@ class Profile:
         for name, policy in self.regions.items():
             fields = _to_fields(policy)
             if name not in document:
-                document[name] = CommentedMap(fields)
-                document[name].fa.set_flow_style()
+                document[name] = _one_line(fields)
             elif _from_fields(name, document[name]) != policy:
                 # In place and only where they differ, so that spelling and comments survive.
                 line = document[name]
                 for field in [field for field in line if field not in fields]:
                     del line[field]
                 line.update({k: v for k, v in fields.items() if line.get(k) != v})
+        if self._evidence != check_evidence(document.get(_EVIDENCE) or {}):
+            document[_EVIDENCE] = {
+                name: [_one_line(head.to_dict()) for head in heads]
+                for name, heads in self._evidence.items()
+            }
         if self._provenance != _plain(document.get(_PROVENANCE) or {}, _PROVENANCE):
             document[_PROVENANCE] = self.provenance
         stream = io.StringIO()
@@ -319,12 +357,13 @@ class Profile:
         return stream.getvalue()
 
     def __eq__(self, other: object) -> bool:
-        """Profiles are equal when their regions and provenance are; comments do not count."""
+        """Profiles are equal when all they say is; comments do not count."""
         if not isinstance(other, Profile):
             return NotImplemented
-        return (self._names, self._policies, self._provenance) == (
+        return (self._names, self._policies, self._evidence, self._provenance) == (
             other._names,
             other._policies,
+            other._evidence,
             other._provenance,
         )
 
@@ -351,10 +390,10 @@ def _number(
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == _PROVENANCE:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise ProfileError(
             f"Region name is {name!r}, but it must be a word of letters, digits, '_', '-' and '.' "
-            f"other than {_PROVENANCE!r}."
+            f"other than {' and '.join(map(repr, _RESERVED))}."
         )
 
 
@@ -418,6 +457,12 @@ def _plain(value: object, where: str) -> Any:
     if value is None:
         return None
     raise ProfileError(f"{where} is {value!r}, but it must be a plain YAML value.")
+
+
+def _one_line(fields: Mapping[str, Any]) -> CommentedMap:
+    line = CommentedMap(fields)
+    line.fa.set_flow_style()
+    return line
 
 
 def _yaml() -> YAML:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from memdecay.policy import DEFAULT_POLICY
+
 PAGE = 16
 
 
@@ -79,7 +81,7 @@ class FakeSession:
         tokenizer: FakeTokenizer,
         *,
         budget: int | None,
-        policy: Any = "memdecay",
+        policy: Any = DEFAULT_POLICY,
         record_timeline: bool = False,
         retrievers: Any = (),
         tools: Any = None,
@@ -141,7 +143,7 @@ class FakeSession:
         page = at // PAGE
         if self.budget is not None and len(self.kept) + 1 > self.budget:
             pinned = {i // PAGE for i in self.kept if self.tokens[i][1] == "system"}
-            pinned = pinned if self.policy == "memdecay" else set()
+            pinned = pinned if self.policy == DEFAULT_POLICY else set()
             gone = min(i // PAGE for i in self.kept if i // PAGE not in pinned)
             self.kept -= {i for i in self.kept if i // PAGE == gone}
             self._event(turn, "evict")
@@ -157,7 +159,7 @@ class FakeSession:
                 "tokens": 0,
                 "born": len(self.events) - 1,
                 "evicted": None,
-                "pinned": self.policy == "memdecay" and self.tokens[at][1] == "system",
+                "pinned": self.policy == DEFAULT_POLICY and self.tokens[at][1] == "system",
             },
         )
         life["tokens"] += 1

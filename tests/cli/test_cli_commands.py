@@ -15,7 +15,7 @@ import pytest
 import memdecay.engine
 import memdecay.prompt
 from memdecay.cli import _terminal, demo, doctor, label, policies, run
-from memdecay.policy.registry import available
+from memdecay.policy import DEFAULT_POLICY, available
 from memdecay.provenance import versions
 
 Command = Callable[..., tuple[int, str, str]]
@@ -29,14 +29,14 @@ class TestDemo:
         code, out, _ = command("demo", "--json")
         assert code == 0
         result = json.loads(out)
-        assert {a["policy"] for a in result["answers"]} == {"full", "streaming", "memdecay"}
+        assert {a["policy"] for a in result["answers"]} == {"full", "streaming", DEFAULT_POLICY}
         assert len(result["answers"]) == 15
         for answer in result["answers"]:
             assert {"policy", "region", "gold", "answer", "correct"} <= set(answer)
         assert result["budget_tokens"] == int(0.25 * result["seen_tokens"])
         peaks = result["peak_resident_tokens"]
         assert peaks["full"] == result["seen_tokens"]
-        assert peaks["memdecay"] <= result["budget_tokens"] >= peaks["streaming"]
+        assert peaks[DEFAULT_POLICY] <= result["budget_tokens"] >= peaks["streaming"]
         assert result["versions"]["torch"] and result["seed"] == 0 and "commit" in result
         assert (here / result["html"]).is_file()
 
@@ -46,7 +46,7 @@ class TestDemo:
         _, out, _ = command("demo", "--json", "--html", "x.html")
         system = {a["policy"]: a["correct"] for a in json.loads(out)["answers"]
                   if a["where"] == "system text"}  # fmt: skip
-        assert system == {"full": True, "streaming": False, "memdecay": True}
+        assert system == {"full": True, "streaming": False, DEFAULT_POLICY: True}
         assert set(os.listdir(here)) == {"x.html", "trace.json"}
 
     def test_people_see_answers_bars_and_peaks(self, command: Command, here: Path) -> None:
@@ -59,8 +59,13 @@ class TestDemo:
     def test_the_page_has_all_three(self, command: Command, here: Path) -> None:
         command("demo")
         page = (here / "demo.html").read_text()
-        for policy in ("full", "streaming", "memdecay"):
+        for policy in ("full", "streaming", DEFAULT_POLICY):
             assert f'"policy":"{policy}","summary"' in page
+            # The page is about the default policy; the others stand beside it.
+            view = page[page.index(f'"policy":"{policy}","summary"') :]
+            assert (
+                re.search(r'"main":(true|false)', view)[1] == str(policy == DEFAULT_POLICY).lower()
+            )
         assert '"gold":"Marta Vance"' in page
 
 
@@ -74,7 +79,7 @@ class TestRun:
         )
         assert code == 0
         result = json.loads(out)
-        assert result["model"] == "smollm2" and result["policy"] == "memdecay"
+        assert result["model"] == "smollm2" and result["policy"] == DEFAULT_POLICY
         assert result["budget_tokens"] == 60
         assert result["peak_resident_tokens"] <= 60 < result["seen_tokens"]
         assert [turn["index"] for turn in result["turns"]] == [0, 1, 2]
@@ -182,8 +187,8 @@ class TestPoliciesAndDoctor:
         code, out, _ = command("policies", "--json")
         found = {p["name"]: p for p in json.loads(out)["policies"]}
         assert code == 0 and list(found) == available()
-        assert found["memdecay"]["needs"] == ["attention", "labels"]
-        assert found["memdecay"]["parameters"]["smoothing"] == 0.9
+        assert found["memdecay-paper"]["needs"] == ["attention", "labels"]
+        assert found["memdecay-paper"]["parameters"]["smoothing"] == 0.9
         assert found["full"]["bounded"] is False
         _, out, _ = command("policies")
         for name, policy in found.items():
@@ -258,7 +263,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
 
 @pytest.mark.usefixtures("no_model")
 def test_near_names_are_suggested(command: Command, here: Path) -> None:
-    assert "'memdecay'" in command("run", "trace.json", "--policy", "memdekay")[2]
+    assert "'memdecay-paper'" in command("run", "trace.json", "--policy", "memdekay-paper")[2]
     assert "'streaming'" in command("run", "trace.json", "--compare", "streeming")[2]
 
 
@@ -302,7 +307,7 @@ def test_what_a_library_prints_does_not_reach_the_json(
 
     monkeypatch.setattr(memdecay.engine, "load_model", chatty)
     code, out, err = command("run", "trace.json", "--json")
-    assert code == 0 and json.loads(out)["policy"] == "memdecay"
+    assert code == 0 and json.loads(out)["policy"] == DEFAULT_POLICY
     assert "please wait" in err
 
 

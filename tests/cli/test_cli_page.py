@@ -14,6 +14,7 @@ from cli_fakes import FakeModel, FakeSession, FakeTokenizer
 from memdecay.cli._episode import Answer, Probe
 from memdecay.cli._page import Page, PolicyView, TurnMark, build_page, script_json
 from memdecay.cli._timeline import Timeline
+from memdecay.policy import DEFAULT_POLICY
 
 HOSTILE = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> ]]> @@DATA@@ @@JS@@ "
@@ -44,7 +45,7 @@ class Reader(html.parser.HTMLParser):
             self.text.setdefault(self.inside[0], []).append(data)
 
 
-def view(policy: str = "memdecay", budget: int | None = 64, words: int = 300) -> PolicyView:
+def view(policy: str = DEFAULT_POLICY, budget: int | None = 64, words: int = 300) -> PolicyView:
     session = FakeSession(FakeModel(), FakeTokenizer(), budget=budget, policy=policy)
     session.append([{"role": "system", "content": "stay " * 20}])
     session.append([{"role": "tool", "content": "word " * words}])
@@ -106,13 +107,13 @@ def test_the_page_loads_nothing() -> None:
     assert "innerHTML" not in code and "document.write" not in code and "eval(" not in code
     policy = next(a for t, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert (policy["content"] or "").startswith("default-src 'none'")
-    assert {run["policy"] for run in data["runs"]} == {"full", "memdecay"}
+    assert {run["policy"] for run in data["runs"]} == {"full", DEFAULT_POLICY}
 
 
 def test_a_calm_page_names_no_address_at_all() -> None:
     calm = view()
     document = build_page(Page("t", "h", "s", [], [], [calm.__class__(
-        "memdecay", "calm", True, True, calm.report, calm.timeline)]))  # fmt: skip
+        DEFAULT_POLICY, "calm", True, True, calm.report, calm.timeline)]))  # fmt: skip
     assert "http://" not in document and "https://" not in document
 
 
@@ -178,7 +179,7 @@ def test_two_thousand_pages_stay_a_small_file() -> None:
     timeline = Timeline.parse(
         {"page_size": 16, "regions": ["user"], "pages": pages, "events": events, "scores": scores}
     )
-    document = page(PolicyView("memdecay", "", True, True, view().report, timeline))
+    document = page(PolicyView(DEFAULT_POLICY, "", True, True, view().report, timeline))
     assert len(document) < 1_500_000
 
 

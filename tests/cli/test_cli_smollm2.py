@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memdecay.cli._episode import load_episode
+from memdecay.policy import DEFAULT_POLICY
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -107,11 +108,11 @@ def test_the_demo_keeps_the_instructions_and_streaming_does_not(
     assert (code, err) == (0, "")
     result = json.loads(out)
     right = {(a["policy"], a["where"]): a["correct"] for a in result["answers"]}
-    assert right["full", "system text"] and right["memdecay", "system text"]
+    assert right["full", "system text"] and right[DEFAULT_POLICY, "system text"]
     assert not right["streaming", "system text"]
     assert sum(right["full", where] for _, where in right if _ == "full") == 5
     peaks = result["peak_resident_tokens"]
     assert peaks["full"] >= result["seen_tokens"]
-    assert max(peaks["streaming"], peaks["memdecay"]) <= result["budget_tokens"]
+    assert max(peaks["streaming"], peaks[DEFAULT_POLICY]) <= result["budget_tokens"]
     assert result["seconds"]["total"] < 180
     assert "Marta Vance" in (here / "demo.html").read_text()

@@ -10,7 +10,7 @@ from memdecay.policy import Policy, available, get_policy
 from memdecay.policy.testing import CHECKS
 
 VARIANTS: dict[str, list[dict[str, object]]] = {
-    "memdecay": [{"init": "zero"}, {"refresh_threshold": 0.01, "attention_weight": 0.0}],
+    "memdecay-paper": [{"init": "zero"}, {"refresh_threshold": 0.01, "attention_weight": 0.0}],
     "snapkv": [{"pooling": "avg", "kernel_size": 3}, {"kernel_size": 1, "window": 1}],
     "streaming": [{"sinks": 0}],
     "random": [{"seed": 3}],
@@ -25,7 +25,7 @@ POLICIES = [
 
 
 def test_the_policies_of_the_issue_are_installed() -> None:
-    expected = "full h2o memdecay observation_masking random snapkv streaming tova"
+    expected = "full h2o memdecay-paper observation_masking random snapkv streaming tova"
     assert set(expected.split()) <= set(available())
     assert set(VARIANTS) <= set(available())
 

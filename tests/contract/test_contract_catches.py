@@ -67,6 +67,38 @@ class Undeclared(Good):
         return {"importance": attention_mass}
 
 
+class UndeclaredReplay(Good):
+    def on_replay(
+        self, tokens: Tokens, attention: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        return {"importance": attention.amax((0, 1))}
+
+
+class ReplayOfAnotherShape(Good):
+    columns: ClassVar[Mapping[str, float]] = {"importance": 0.0}
+
+    def on_replay(
+        self, tokens: Tokens, attention: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        return {"importance": attention}
+
+
+class ReplayMutating(Good):
+    columns: ClassVar[Mapping[str, float]] = {"importance": 0.0}
+
+    def on_replay(
+        self, tokens: Tokens, attention: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        return {"importance": attention.mul_(2).amax((0, 1))}
+
+
+class SurprisalMutating(Good):
+    needs = frozenset({"surprisal"})
+
+    def score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        return tokens.surprisal.mul_(2)
+
+
 class ProtectsBadly(Good):
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
         return (tokens.position < 4).float()
@@ -102,6 +134,10 @@ class HidesNaN(Good):
         ("check_deterministic", Stateful),
         ("check_permutation", SlotOrder),
         ("check_columns", Undeclared),
+        ("check_columns", UndeclaredReplay),
+        ("check_columns", ReplayOfAnotherShape),
+        ("check_pure", ReplayMutating),
+        ("check_pure", SurprisalMutating),
         ("check_protected", ProtectsBadly),
         ("check_protected", ProtectsAll),
         ("check_nan", HidesNaN),

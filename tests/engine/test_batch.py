@@ -108,7 +108,7 @@ def test_fully_padded_rows_in_a_later_chunk(name: str) -> None:
 
 @pytest.mark.parametrize("clock", ["steps", "tokens"])
 @pytest.mark.parametrize("align", [None, "region"])
-@pytest.mark.parametrize("policy", ["memdecay", "h2o", "tova", "snapkv", "streaming"])
+@pytest.mark.parametrize("policy", ["memdecay-paper", "h2o", "tova", "snapkv", "streaming"])
 @torch.no_grad()
 def test_a_policy_keeps_what_it_would_keep_of_the_row_alone(
     policy: str, align: str | None, clock: str

@@ -102,3 +102,15 @@ def test_an_empty_keep_set_is_refused() -> None:
         cache.branch([])
     with pytest.raises(MemDecayError, match="row is 3"):
         cache.branch(KEPT, row=3)
+
+
+@torch.no_grad()
+def test_a_branch_that_keeps_all_of_a_full_ledger_goes_on() -> None:
+    model, ids = make("llama"), tokens(300)
+    cache = MemDecayCache(model, budget=None)
+    model(input_ids=ids[:, :270], cache=cache)
+    branch = cache.branch([torch.arange(270)])
+    place = torch.arange(270, 300)[None]
+    out = model(input_ids=ids[:, 270:], position_ids=place, cache=branch)
+    whole = model(input_ids=ids).logits[:, 270:]
+    assert torch.allclose(out.logits, whole, atol=1e-4)

@@ -19,7 +19,7 @@ from memdecay.engine.slots import KVPool
 from memdecay.errors import BudgetError
 from memdecay.regions import REGIONS
 
-POLICIES = ["memdecay", "h2o", "tova", "snapkv", "streaming", "random", "observation_masking"]
+POLICIES = ["memdecay-paper", "h2o", "tova", "snapkv", "streaming", "random", "observation_masking"]
 
 
 @torch.no_grad()

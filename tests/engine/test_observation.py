@@ -94,7 +94,7 @@ def test_rows_of_a_padded_batch_are_observed_alone(name: str) -> None:
 CUTS = [[60], [16], [7], [50, 10], [59, 1], [1], [30, 25, 5], [44, 16]]
 
 
-@pytest.mark.parametrize("policy", ["memdecay", "h2o", "snapkv"])
+@pytest.mark.parametrize("policy", ["memdecay-paper", "h2o", "snapkv"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @torch.no_grad()
 def test_a_prompt_in_chunks_is_observed_as_in_one_piece(name: str, policy: str) -> None:

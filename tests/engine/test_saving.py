@@ -25,8 +25,8 @@ from memdecay.policy import get_policy, retention
 PROFILE = Profile.default().with_region("notes", RegionPolicy(0.55, 0.02))
 SETTINGS = {
     "default": {},
-    "scaled": {"policy": get_policy("memdecay", refresh_threshold=retention.Scaled(1.5))},
-    "fixed": {"policy": get_policy("memdecay", refresh_threshold=0.02, init="zero")},
+    "scaled": {"policy": get_policy("memdecay-paper", refresh_threshold=retention.Scaled(1.5))},
+    "fixed": {"policy": get_policy("memdecay-paper", refresh_threshold=0.02, init="zero")},
     "profile": {"profile": PROFILE},
     "aligned": {"align": "region", "clock": "tokens"},
     "sparse": {"observe_every": 3, "window": 5, "page_size": 8, "prefill_chunk": 7},

@@ -28,7 +28,7 @@ from engine.sessions import (
     words,
 )
 from memdecay import Profile, RegionPolicy, Session, SessionError, TraceError
-from memdecay.policy import available, get_policy
+from memdecay.policy import DEFAULT_POLICY, available, get_policy, policy_config
 
 TEMPLATES = ("chatml", "smol", "qwen", "thinking", "llama3", "mistral", "gemma", "phi", "deepseek")
 REGIONS = ("scratchpad", "tool_in")
@@ -545,7 +545,8 @@ def test_the_report_is_plain_json():
     made.append([user(40)])
     said = made.report().to_dict()
     assert json.loads(json.dumps(said)) == said
-    assert said["model"] == "LlamaForCausalLM" and said["policy"]["name"] == "memdecay"
+    assert said["model"] == "LlamaForCausalLM"
+    assert said["policy"] == policy_config(get_policy(DEFAULT_POLICY))
     assert made.report().notes == []
 
 

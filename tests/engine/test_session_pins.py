@@ -80,7 +80,7 @@ def test_the_budget_that_the_error_names_really_works(seed):
         "page_size": rng.choice([1, 4, 8, 16]),
         "align": rng.choice([None, "region"]),
         "prefill_chunk": rng.choice([3, 256]),
-        "policy": rng.choice(["memdecay", "streaming", "random", "h2o"]),
+        "policy": rng.choice(["memdecay-paper", "streaming", "random", "h2o"]),
     }
     pinned = [system(rng.randint(1, 30)), user(rng.randint(1, 40), seed)]
     first = [user(rng.randint(1, 60), seed + 1)]

@@ -70,7 +70,7 @@ def test_a_pool_grows_moves_and_copies() -> None:
 
 def new_ledger(align: str | None = None) -> Ledger:
     return Ledger(
-        get_policy("memdecay"),
+        get_policy("memdecay-paper"),
         Profile.default(),
         capacity=64,
         page_size=4,

@@ -57,7 +57,7 @@ VARIANTS = {
     "streaming": {"policy": "streaming"},
     "random": {"policy": "random"},
     "free": {"budget": None},
-    "fixed": {"policy": get_policy("memdecay", refresh_threshold=0.03)},
+    "fixed": {"policy": get_policy("memdecay-paper", refresh_threshold=0.03)},
 }
 
 

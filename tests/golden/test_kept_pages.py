@@ -82,7 +82,8 @@ def kept_pages(name: str, budget: int, **params: object) -> list[int]:
 CASES = [
     (name, budget)
     for name in available()
-    if name in ["h2o", "memdecay", "observation_masking", "random", "snapkv", "streaming", "tova"]
+    if name
+    in ["h2o", "memdecay-paper", "observation_masking", "random", "snapkv", "streaming", "tova"]
     for budget in (24, 48)
 ]
 
@@ -98,10 +99,10 @@ def test_what_can_be_said_without_running_it() -> None:
     assert kept_pages("streaming", 24) == [0, 19, 20, 21, 22, 23]
     # Pinned 0 and 1, open 23; then user 21 (0.7 after 4 steps: 0.68), plan 4 (0.8 after 60: 0.57)
     # and the document, 0.5 because it was just attended to; of its tied pages the older go first.
-    assert kept_pages("memdecay", 24) == [0, 1, 4, 15, 21, 23]
+    assert kept_pages("memdecay-paper", 24) == [0, 1, 4, 15, 21, 23]
     # Without attention the document has aged 34 steps (0.23), less than the newest tool output
     # (0.5 after 24: 0.29), the first user turn (0.7 after 64: 0.40) and scratchpad 22.
-    structure = kept_pages("memdecay", 48, refresh_threshold=1.0, attention_weight=0.0)
+    structure = kept_pages("memdecay-paper", 48, refresh_threshold=1.0, attention_weight=0.0)
     assert structure == [0, 1, 2, 3, 4, 17, 18, 19, 20, 21, 22, 23]
     # Nine pages are tool output only; the three oldest others go after them.
     masking = kept_pages("observation_masking", 48, keep_newest=0)

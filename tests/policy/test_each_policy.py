@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memdecay.policy import Policy, Tokens, get_policy
-from memdecay.policy.memdecay import MemDecay
+from memdecay.policy.memdecay_paper import MemDecayPaper
 from memdecay.policy.retention import Scaled
 from memdecay.policy.testing import sample
 from memdecay.regions import Profile, RegionPolicy
@@ -44,18 +44,18 @@ def observed(tokens: Tokens, policy: Policy, mass: list[float]) -> Tokens:
     )
 
 
-# memdecay
+# memdecay-paper
 
 
-def test_memdecay_defaults_are_the_papers() -> None:
-    assert MemDecay() == MemDecay(
+def test_memdecay_paper_defaults_are_the_papers() -> None:
+    assert MemDecayPaper() == MemDecayPaper(
         smoothing=0.9, attention_weight=0.5, refresh_threshold=Scaled(2.0), init="first"
     )
 
 
 def test_a_refresh_resets_the_clock_and_nothing_else() -> None:
     """Figure 2: a short-lived region attended at age 40 starts again from its full prior."""
-    policy = MemDecay(attention_weight=0.0, refresh_threshold=0.01)
+    policy = MemDecayPaper(attention_weight=0.0, refresh_threshold=0.01)
     tokens = cache([0, 1], policy, region=torch.full((2,), PROFILE.id("tool_out")), now=40.0)
     tokens = observed(tokens, policy, [0.02, 0.005])
     assert policy.score(tokens, PROFILE).tolist() == pytest.approx([0.5, 0.5 * 2 ** (-40 / 30)])
@@ -65,7 +65,7 @@ def test_a_refresh_resets_the_clock_and_nothing_else() -> None:
 
 def test_first_and_zero_initialisation() -> None:
     for init, first, second in (("first", 0.4, 0.38), ("zero", 0.04, 0.056)):
-        policy = MemDecay(init=init)
+        policy = MemDecayPaper(init=init)
         tokens = observed(cache([0], policy), policy, [0.4])
         assert tokens.state["importance"].item() == pytest.approx(first)
         tokens = observed(tokens, policy, [0.2])
@@ -73,13 +73,13 @@ def test_first_and_zero_initialisation() -> None:
 
 
 def test_a_new_token_starts_its_clock_at_insertion() -> None:
-    policy = MemDecay()
+    policy = MemDecayPaper()
     tokens = cache([0, 1], policy, inserted_at=torch.tensor([3.0, 9.0]), now=9.0)
     assert policy.on_insert(tokens)["refreshed_at"].tolist() == [3.0, 9.0]
 
 
 def test_the_scaled_threshold_follows_the_kept_tokens() -> None:
-    policy = MemDecay(refresh_threshold=Scaled(2.0))
+    policy = MemDecayPaper(refresh_threshold=Scaled(2.0))
     for size, refreshed in ((8, False), (32, True)):  # 2/8 and 2/32 around a mass of 0.1
         tokens = observed(cache(list(range(size)), policy, now=5.0), policy, [0.1] * size)
         assert (tokens.state["refreshed_at"] == 5.0).all().item() is refreshed
@@ -87,13 +87,13 @@ def test_the_scaled_threshold_follows_the_kept_tokens() -> None:
 
 def test_a_user_region_and_a_region_that_never_decays() -> None:
     profile = PROFILE.with_region("notes", RegionPolicy(0.9, 0.0))
-    policy = MemDecay(attention_weight=0.0)
+    policy = MemDecayPaper(attention_weight=0.0)
     tokens = cache([0], policy, region=torch.tensor([profile.id("notes")]), now=1e6)
     assert policy.score(tokens, profile).item() == pytest.approx(0.9)
 
 
 def test_a_long_time_does_not_make_the_score_anything_but_finite() -> None:
-    policy = MemDecay()
+    policy = MemDecayPaper()
     tokens = cache([0, 1], policy, now=1e9)
     assert policy.score(tokens, PROFILE).tolist() == [0.0, 0.0]
 

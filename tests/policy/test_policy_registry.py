@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 import types
@@ -11,9 +12,19 @@ from importlib import metadata
 import pytest
 import torch
 
+from memdecay import MemDecayCache, Session
+from memdecay.cli._demo_play import POLICIES
+from memdecay.cli.run import run
 from memdecay.errors import PolicyError
-from memdecay.policy import Policy, available, from_config, get_policy, policy_config
-from memdecay.policy.memdecay import MemDecay
+from memdecay.policy import (
+    DEFAULT_POLICY,
+    Policy,
+    available,
+    from_config,
+    get_policy,
+    policy_config,
+)
+from memdecay.policy.memdecay_paper import MemDecayPaper
 from memdecay.policy.registry import GROUP, policy_class
 from memdecay.policy.retention import Scaled
 from memdecay.policy.testing import CHECKS
@@ -21,7 +32,7 @@ from memdecay.policy.testing import CHECKS
 BUILT_IN = {
     "full",
     "h2o",
-    "memdecay",
+    "memdecay-paper",
     "observation_masking",
     "random",
     "snapkv",
@@ -80,6 +91,13 @@ def test_built_in_policies_are_entry_points_of_this_package() -> None:
         assert cls().bounded == (name != "full")
 
 
+def test_the_default_policy_is_installed_and_is_the_default_everywhere() -> None:
+    assert DEFAULT_POLICY in BUILT_IN
+    for takes_a_policy in (MemDecayCache, Session, run):
+        assert inspect.signature(takes_a_policy).parameters["policy"].default == DEFAULT_POLICY
+    assert POLICIES[-1] == DEFAULT_POLICY
+
+
 def test_a_policy_of_a_third_party_works(install: object, newest_first: type[Policy]) -> None:
     assert "newest_first" not in available()
     install(entry("newest_first", "third_party:NewestFirst"))  # type: ignore[operator]
@@ -94,14 +112,14 @@ def test_a_policy_of_a_third_party_works(install: object, newest_first: type[Pol
 def test_names_are_not_imported_until_asked(install: object) -> None:
     install(entry("broken", "no.such.module:Policy"))  # type: ignore[operator]
     assert "broken" in available()
-    get_policy("memdecay")
+    get_policy("memdecay-paper")
     with pytest.raises(PolicyError, match=r"'broken' cannot be imported from 'no.such.module"):
         get_policy("broken")
 
 
 def test_a_name_declared_twice_is_rejected(install: object, newest_first: type[Policy]) -> None:
     install(entry("h2o", "third_party:NewestFirst"))  # type: ignore[operator]
-    for ask in (available, lambda: get_policy("h2o"), lambda: get_policy("memdecay")):
+    for ask in (available, lambda: get_policy("h2o"), lambda: get_policy("memdecay-paper")):
         with pytest.raises(PolicyError, match="'h2o' is declared twice") as caught:
             ask()
         assert "third_party:NewestFirst" in str(caught.value)
@@ -160,15 +178,15 @@ def test_a_policy_that_breaks_its_declaration_is_refused(
 
 def test_an_unknown_name_lists_the_known_ones_and_a_near_one() -> None:
     with pytest.raises(PolicyError) as caught:
-        get_policy("memdacay")
+        get_policy("memdecay-papre")
     message = str(caught.value)
-    assert "'memdacay'" in message and "did you mean 'memdecay'?" in message
+    assert "'memdecay-papre'" in message and "did you mean 'memdecay-paper'?" in message
     assert all(name in message for name in BUILT_IN) and "\n" not in message
 
 
 def test_an_unknown_parameter_lists_the_allowed_ones() -> None:
     with pytest.raises(PolicyError) as caught:
-        get_policy("memdecay", smothing=0.5)
+        get_policy("memdecay-paper", smothing=0.5)
     message = str(caught.value)
     assert "'smothing'" in message and "did you mean 'smoothing'?" in message
     assert "attention_weight" in message and "\n" not in message
@@ -189,37 +207,39 @@ def test_a_config_makes_the_policy_again(name: str) -> None:
 def test_a_config_keeps_every_parameter() -> None:
     for tau in (0.25, Scaled(3.0), Scaled(0.0)):
         policy = get_policy(
-            "memdecay", smoothing=0, attention_weight=2, refresh_threshold=tau, init="zero"
+            "memdecay-paper", smoothing=0, attention_weight=2, refresh_threshold=tau, init="zero"
         )
         assert from_config(json.loads(json.dumps(policy_config(policy)))) == policy
-    assert get_policy("memdecay", refresh_threshold={"scale": 3}) == MemDecay(
+    assert get_policy("memdecay-paper", refresh_threshold={"scale": 3}) == MemDecayPaper(
         refresh_threshold=Scaled(3)
     )
 
 
-@pytest.mark.parametrize("config", [None, [], {}, {"name": 3}, {"smoothing": 0.5}, "memdecay"])
+@pytest.mark.parametrize(
+    "config", [None, [], {}, {"name": 3}, {"smoothing": 0.5}, "memdecay-paper"]
+)
 def test_a_config_without_a_name_is_refused(config: object) -> None:
     with pytest.raises(PolicyError, match="'name'"):
         from_config(config)  # type: ignore[arg-type]
 
 
 BAD_PARAMETERS = [
-    ("memdecay", "smoothing", 1.0, "at least 0 and below 1"),
-    ("memdecay", "smoothing", -0.1, "at least 0"),
-    ("memdecay", "smoothing", float("nan"), "at least 0"),
-    ("memdecay", "smoothing", True, "a finite number"),
-    ("memdecay", "smoothing", "0.5", "a finite number"),
-    ("memdecay", "attention_weight", -1, "at least 0"),
-    ("memdecay", "attention_weight", float("inf"), "a finite number"),
-    ("memdecay", "refresh_threshold", -1, "at least 0"),
-    ("memdecay", "refresh_threshold", float("nan"), "at least 0"),
-    ("memdecay", "refresh_threshold", "2/K", "at least 0"),
-    ("memdecay", "refresh_threshold", Scaled(-2.0), "at least 0"),
-    ("memdecay", "refresh_threshold", Scaled(True), "at least 0"),
-    ("memdecay", "refresh_threshold", {"scale": None}, "at least 0"),
-    ("memdecay", "refresh_threshold", {"c": 2}, "at least 0"),
-    ("memdecay", "init", "last", "first, zero"),
-    ("memdecay", "init", [], "first, zero"),
+    ("memdecay-paper", "smoothing", 1.0, "at least 0 and below 1"),
+    ("memdecay-paper", "smoothing", -0.1, "at least 0"),
+    ("memdecay-paper", "smoothing", float("nan"), "at least 0"),
+    ("memdecay-paper", "smoothing", True, "a finite number"),
+    ("memdecay-paper", "smoothing", "0.5", "a finite number"),
+    ("memdecay-paper", "attention_weight", -1, "at least 0"),
+    ("memdecay-paper", "attention_weight", float("inf"), "a finite number"),
+    ("memdecay-paper", "refresh_threshold", -1, "at least 0"),
+    ("memdecay-paper", "refresh_threshold", float("nan"), "at least 0"),
+    ("memdecay-paper", "refresh_threshold", "2/K", "at least 0"),
+    ("memdecay-paper", "refresh_threshold", Scaled(-2.0), "at least 0"),
+    ("memdecay-paper", "refresh_threshold", Scaled(True), "at least 0"),
+    ("memdecay-paper", "refresh_threshold", {"scale": None}, "at least 0"),
+    ("memdecay-paper", "refresh_threshold", {"c": 2}, "at least 0"),
+    ("memdecay-paper", "init", "last", "first, zero"),
+    ("memdecay-paper", "init", [], "first, zero"),
     ("streaming", "sinks", -1, "at least 0"),
     ("streaming", "sinks", 4.0, "an integer"),
     ("streaming", "sinks", True, "an integer"),

@@ -131,7 +131,7 @@ def test_an_episode_keeps_what_the_loops_keep(
     dice = np.random.default_rng(seed)
     profile = Profile.default().with_region("note", RegionPolicy(0.6, 0.05))
     policy = get_policy(
-        "memdecay",
+        "memdecay-paper",
         smoothing=rho,
         attention_weight=alpha,
         refresh_threshold=Scaled(scale),

@@ -111,7 +111,7 @@ def study() -> pd.DataFrame:
         condition_rows("random", lucky, seeds=(0, 1, 2)),
         condition_rows("streaming", newest),
         condition_rows("h2o", attentive),
-        condition_rows("memdecay", ours, condition=_condition()),
+        condition_rows("memdecay-paper", ours, condition=_condition()),
         condition_rows("snapkv", attentive, group="policy"),
         condition_rows("oracle", full, group="control"),
         condition_rows("shuffled", newest, group="control"),
@@ -122,7 +122,7 @@ def study() -> pd.DataFrame:
     ]
     parts += [
         condition_rows(
-            f"memdecay[{name}={value}]",
+            f"memdecay-paper[{name}={value}]",
             rule,
             group=group,
             condition=_condition(**{name: value}),
@@ -145,7 +145,7 @@ def study() -> pd.DataFrame:
 def _condition(**changed: Any) -> dict[str, Any]:
     """What the run records of memdecay's conditions."""
     base: dict[str, Any] = {
-        "policy": "memdecay",
+        "policy": "memdecay-paper",
         "params": {},
         "page_size": 16,
         "align": None,

@@ -33,7 +33,7 @@ def test_every_cell_has_exactly_the_promised_fields() -> None:
 def test_values_of_a_cell() -> None:
     (cell,) = [
         cell
-        for cell in cells(condition_rows("memdecay", ours))
+        for cell in cells(condition_rows("memdecay-paper", ours))
         if (cell["budget"], cell["region"], cell["fact_kind"]) == (0.5, "all", "natural")
     ]
     assert (cell["setting"], cell["model"], cell["n"]) == ("toy-short", "toy", 48)
@@ -42,7 +42,7 @@ def test_values_of_a_cell() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    rows = condition_rows("memdecay", ours, scenarios=("clinic",), gold_logprob=math.nan)
+    rows = condition_rows("memdecay-paper", ours, scenarios=("clinic",), gold_logprob=math.nan)
     text = cells_json(rows)
     assert "NaN" not in text
     assert {(c["low"], c["high"], c["gold_logprob"]) for c in json.loads(text)} == {

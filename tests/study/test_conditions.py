@@ -30,7 +30,7 @@ def test_the_counting_is_the_papers() -> None:
 def test_the_papers_policies_come_first() -> None:
     found = conditions()
     assert [one.name for one in found[:7]] == [
-        "full", "random", "random", "random", "streaming", "h2o", "memdecay",
+        "full", "random", "random", "random", "streaming", "h2o", "memdecay-paper",
     ]  # fmt: skip
     assert {one.name for one in conditions(("paper",))} == set(PAPER)
     assert [one.params["seed"] for one in found[1:4]] == [0, 1, 2] == [s.seed for s in found[1:4]]
@@ -38,7 +38,7 @@ def test_the_papers_policies_come_first() -> None:
 
 
 def test_the_papers_setting_is_that_of_section_iv() -> None:
-    [ours] = [one for one in conditions(("paper",)) if one.name == "memdecay"]
+    [ours] = [one for one in conditions(("paper",)) if one.name == "memdecay-paper"]
     policy = get_policy(ours.policy, **ours.params)
     assert (policy.smoothing, policy.attention_weight, policy.refresh_threshold.scale) == (
         0.9,
@@ -63,7 +63,7 @@ def test_a_policy_of_others_is_run_with_pages_if_it_is_kin(monkeypatch: pytest.M
     monkeypatch.setattr("memdecay.study.conditions.available", lambda: names)
     monkeypatch.setattr(
         "memdecay.study.conditions.get_policy",
-        lambda name: get_policy("memdecay" if name == "theirs" else name),
+        lambda name: get_policy("memdecay-paper" if name == "theirs" else name),
     )
     sizes = {one.name: one.page_size for one in conditions(("policy",))}
     assert sizes["theirs"] == 16
@@ -82,7 +82,7 @@ def test_what_is_swept() -> None:
     assert weights == [0.2, 0.8, None] and conditions(("ablation",))[2].pinned is False
     assert {one.name for one in conditions(("control",))} == {
         "shuffled", "oracle", "streaming+pins", "h2o+pins",
-        "h2o[observed=burst]", "memdecay[observed=burst]",
+        "h2o[observed=burst]", "memdecay-paper[observed=burst]",
     }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ class TestPins:
         assert loose.decay_rate == PROFILE.decay_rate and loose.names == PROFILE.names
 
     def test_what_does_not_fit_is_refused(self) -> None:
-        [ours] = [one for one in PLAIN if one.name == "memdecay"]
+        [ours] = [one for one in PLAIN if one.name == "memdecay-paper"]
         with pytest.raises(BudgetError):
             played().keeps(ours, [20])
 

@@ -64,7 +64,7 @@ class TestVerdict:
     def test_a_tie_is_an_interval_with_zero_in_it(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", lambda i, v, r, b, s: i % 2 == 0),
+                condition_rows("memdecay-paper", lambda i, v, r, b, s: i % 2 == 0),
                 condition_rows("h2o", lambda i, v, r, b, s: i % 2 == 1),
                 condition_rows("streaming", lambda i, v, r, b, s: False),
                 # better in three and in four of eight scenarios, worse in none
@@ -82,7 +82,7 @@ class TestVerdict:
     def test_log_probabilities_are_counted_beside_recall(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", newest, gold_logprob=-2.0),
+                condition_rows("memdecay-paper", newest, gold_logprob=-2.0),
                 condition_rows("kvpress:a", newest, group="peer", gold_logprob=-1.0),
                 condition_rows("kvpress:b", newest, group="peer", gold_logprob=-3.0),
                 condition_rows("openvino:c", newest, group="peer", gold_logprob=float("nan")),
@@ -98,7 +98,7 @@ class TestVerdict:
     def test_one_scenario_says_that_it_has_no_interval(self) -> None:
         parts = [
             condition_rows(name, rule, scenarios=("clinic",))
-            for name, rule in (("memdecay", newest), ("h2o", full))
+            for name, rule in (("memdecay-paper", newest), ("h2o", full))
         ]
         summary, half, _ = verdict.paragraphs(weigh(pd.concat(parts)))
         assert "One scenario has no interval" in summary and "level with `h2o`" in half
@@ -106,7 +106,7 @@ class TestVerdict:
     def test_checks_and_those_who_saw_the_question_are_no_rivals(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", ours),
+                condition_rows("memdecay-paper", ours),
                 condition_rows("kvpress:none", full, group="peer", budgets=(1.0,)),
                 condition_rows("openvino:question_seen", full, group="peer"),
                 condition_rows("kvpress:knorm", newest, group="peer"),
@@ -128,7 +128,7 @@ class TestVerdict:
 
     def test_without_the_policy_there_is_nothing_to_say(self) -> None:
         one = weigh(condition_rows("h2o", ours))
-        assert "no rows of `memdecay`" in verdict.paragraphs(one)[0]
+        assert "no rows of `memdecay-paper`" in verdict.paragraphs(one)[0]
         assert "nothing yet" in verdict.headline([one])[-1]
         assert sections(one)
 
@@ -136,7 +136,7 @@ class TestVerdict:
         rows = pd.concat(
             [
                 condition_rows("full", newest, budgets=(1.0,)),
-                condition_rows("memdecay", ours),
+                condition_rows("memdecay-paper", ours),
                 condition_rows("h2o", newest),
             ]
         )
@@ -148,7 +148,7 @@ class TestVerdict:
 
     def test_groups_that_were_not_run_are_named(self, evidence: Evidence) -> None:
         assert tables.groups_not_run(evidence) == ""
-        bare = weigh(condition_rows("memdecay", ours))
+        bare = weigh(condition_rows("memdecay-paper", ours))
         assert tables.groups_not_run(bare).startswith("No conditions were run of: policy, control")
 
 
@@ -156,9 +156,9 @@ class TestTables:
     def test_recall_by_region(self, evidence: Evidence) -> None:
         table = tables.recall(evidence, 0.5, ("paper",), "Recall")
         assert [row[0] for row in table.rows] == [
-            f"`{name}`" for name in ("full", "memdecay", "h2o", "random", "streaming")
+            f"`{name}`" for name in ("full", "memdecay-paper", "h2o", "random", "streaming")
         ]
-        row = texts(table, "`memdecay`")
+        row = texts(table, "`memdecay-paper`")
         assert row[1] == "50.0%" and row[4:8] == [
             "1.00 [1.00, 1.00]",
             "0.00 [0.00, 0.00]",
@@ -170,7 +170,7 @@ class TestTables:
 
     def test_peers_stand_below_the_full_cache_and_ours(self, evidence: Evidence) -> None:
         table = tables.recall(evidence, 0.25, ("peer",), "Peers")
-        assert [row[0] for row in table.rows][:2] == ["`full`", "`memdecay`"]
+        assert [row[0] for row in table.rows][:2] == ["`full`", "`memdecay-paper`"]
         assert texts(table, "`kvpress:kvzip`")[1] == "35.0%"
 
     def test_signs_by_scenario(self, evidence: Evidence) -> None:
@@ -185,7 +185,7 @@ class TestTables:
         assert "Of 576 rows, 0 differ" in blocks[0] and "72 in the outcome" in blocks[0]
         table = blocks[1]
         assert isinstance(table, Table)
-        half, quarter = [row for row in table.rows if row[0] == "`memdecay[pinned=no]`"]
+        half, quarter = [row for row in table.rows if row[0] == "`memdecay-paper[pinned=no]`"]
         assert [c.text for c in half[-2:]] == ["0 of 96", "48 of 96"]
         assert [c.text for c in quarter[-2:]] == ["0 of 96", "24 of 96"]
 
@@ -197,7 +197,7 @@ class TestTables:
     def test_what_is_missing_is_named(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", ours),
+                condition_rows("memdecay-paper", ours),
                 condition_rows("h2o", ours, scenarios=("bakery", "clinic"), variants=(0, 1)),
                 condition_rows("kvpress:kvzip", ours, group="peer", budgets=(0.5,)),
             ]
@@ -209,10 +209,10 @@ class TestTables:
         assert len(lines) == 2
         told = tables.missing(weigh(rows, about={"episodes": {"theatre-1": "", "zoo-0": ""}}))
         assert told[0] == "Not run: theatre-2, zoo-0."
-        assert tables.missing(weigh(condition_rows("memdecay", ours))) == []
+        assert tables.missing(weigh(condition_rows("memdecay-paper", ours))) == []
 
     def test_the_packages_own_scenarios_are_all_expected(self) -> None:
-        rows = condition_rows("memdecay", ours, scenarios=("bakery", "clinic"), variants=(0,))
+        rows = condition_rows("memdecay-paper", ours, scenarios=("bakery", "clinic"), variants=(0,))
         (line,) = tables.missing(weigh(rows))
         assert line.startswith("Not run: 22 episodes (archive-0, archive-1, ")
 
@@ -232,7 +232,7 @@ class TestTables:
             "nested": {"evict_ms": 1},
             "left_out": [1, 2],
         }
-        table = tables.overhead(weigh(condition_rows("memdecay", ours), overhead=overhead))
+        table = tables.overhead(weigh(condition_rows("memdecay-paper", ours), overhead=overhead))
         assert [[c for c in row] for row in table.rows] == [
             ["scored step", "12.35", "milliseconds"],
             ["scored over unscored", "1.02", "times"],
@@ -252,7 +252,7 @@ class TestTables:
 
 class TestNames:
     def test_parameters_of_a_display_name(self) -> None:
-        assert parameters("memdecay[page_size=8]") == {"page_size": 8}
+        assert parameters("memdecay-paper[page_size=8]") == {"page_size": 8}
         assert parameters("x[a=0.5, b=yes]") == {"a": 0.5, "b": "yes"}
         assert parameters("kvpress:snapkv") == {}
 
@@ -264,7 +264,7 @@ class TestNames:
 
     def test_the_order_of_a_table(self, evidence: Evidence) -> None:
         assert evidence.members("sweep") == [
-            f"memdecay[{name}]"
+            f"memdecay-paper[{name}]"
             for name in ("clock=tokens", "observe_every=4", "page_size=8", "page_size=32")
         ]
 
@@ -321,7 +321,7 @@ class TestFiles:
             assert "currentColor" in svg and "#010203" not in svg
             assert "#000000" not in svg and "#ffffff" not in svg
             assert "<style" not in svg and "<metadata" not in svg
-        assert figures.sweeps(weigh(condition_rows("memdecay", ours))) is None
+        assert figures.sweeps(weigh(condition_rows("memdecay-paper", ours))) is None
 
     def test_the_second_figure_is_equation_four(self) -> None:
         scores = figures._scores("tool_out", 40)
@@ -343,14 +343,14 @@ class TestFolders:
                 find_runs([run, empty])
 
     def test_short_comes_before_long_and_small_before_large(self, tmp_path: Path) -> None:
-        rows = condition_rows("memdecay", ours, scenarios=("clinic",))
+        rows = condition_rows("memdecay-paper", ours, scenarios=("clinic",))
         names = ["qwen0.5b-short", "qwen0.5b-long", "qwen1.5b-short", "smollm2-short"]
         for name in reversed(names):
             write_run(tmp_path / name, rows)
         assert [folder.name for folder in find_runs([tmp_path])] == names
 
     def test_two_folders_of_one_setting_are_refused(self, run: Path, tmp_path: Path) -> None:
-        rows = condition_rows("memdecay", ours, scenarios=("clinic",))
+        rows = condition_rows("memdecay-paper", ours, scenarios=("clinic",))
         write_run(tmp_path / "toy-short", rows)
         with pytest.raises(StudyError, match="The setting 'toy-short' is in"):
             find_runs([run, tmp_path])
@@ -360,7 +360,7 @@ class TestFolders:
 
     @pytest.mark.parametrize("damage", ["columns", "types", "bytes", "overhead"])
     def test_damaged_folders_are_one_sentence(self, tmp_path: Path, damage: str) -> None:
-        rows = condition_rows("memdecay", ours, scenarios=("clinic",), variants=(0,))
+        rows = condition_rows("memdecay-paper", ours, scenarios=("clinic",), variants=(0,))
         write_run(tmp_path, rows)
         (file,) = tmp_path.glob("rows/*.parquet")
         table = pq.read_table(file)

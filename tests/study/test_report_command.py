@@ -21,7 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for setting in ("toy-short", "toy-long"):
         columns = {"setting": setting, "tier": setting[4:], "scenarios": ("bakery", "clinic")}
         parts = [
-            condition_rows("memdecay", ours, **columns),
+            condition_rows("memdecay-paper", ours, **columns),
             condition_rows("streaming", newest, **columns),
             condition_rows("kvpress:kvzip", full, group="peer", **columns),
         ]
@@ -53,7 +53,7 @@ def test_json_is_one_object(runs: Path, tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     half, quarter = found["settings"]
     assert (half["budget"], quarter["budget"]) == (0.5, 0.25)
-    assert half["memdecay_non_system"] == pytest.approx(2 / 9)
+    assert half["memdecay-paper_non_system"] == pytest.approx(2 / 9)
     assert half["full_system"] is None
     assert half["peers_system"] == {"win": 0, "tie": 1, "loss": 0}
     assert half["peers_non_system"] == {"win": 0, "tie": 0, "loss": 1}

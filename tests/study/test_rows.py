@@ -17,7 +17,7 @@ from study.study_rows import condition_rows, ours
 
 
 def rows(**options: Any) -> list[dict[str, Any]]:
-    return condition_rows("memdecay", ours, scenarios=("mill",), **options).to_dict("records")
+    return condition_rows("memdecay-paper", ours, scenarios=("mill",), **options).to_dict("records")
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:

@@ -45,41 +45,43 @@ class TestCollapse:
 
 class TestSummarise:
     def test_counts_and_means_of_each_cell(self) -> None:
-        table = summarise(collapse(condition_rows("memdecay", ours)))
+        table = summarise(collapse(condition_rows("memdecay-paper", ours)))
         assert len(table) == 2 * (
             6 + 4 + 4
         )  # both totals with four regions, and with the two of each kind
-        half = cell(table, "memdecay", 0.5, "non_system")
+        half = cell(table, "memdecay-paper", 0.5, "non_system")
         assert (half["n"], half["scenarios"]) == (72, 8)
         assert half["recall"] == pytest.approx(16 / 72)
         assert half["gold_logprob"] == pytest.approx((16 * -0.5 + 56 * -9) / 72)
         assert half["kept_fraction"] == pytest.approx(0.5)
-        assert cell(table, "memdecay", 0.5, "all")["recall"] == pytest.approx(40 / 96)
-        assert cell(table, "memdecay", 0.5, "all", "natural")["recall"] == pytest.approx(16 / 48)
-        assert cell(table, "memdecay", 0.5, "all", "natural")["n"] == 48
-        assert cell(table, "memdecay", 0.25, "system")["recall"] == 1.0
+        assert cell(table, "memdecay-paper", 0.5, "all")["recall"] == pytest.approx(40 / 96)
+        assert cell(table, "memdecay-paper", 0.5, "all", "natural")["recall"] == pytest.approx(
+            16 / 48
+        )
+        assert cell(table, "memdecay-paper", 0.5, "all", "natural")["n"] == 48
+        assert cell(table, "memdecay-paper", 0.25, "system")["recall"] == 1.0
 
     def test_scenarios_that_agree_leave_no_width(self) -> None:
-        table = summarise(collapse(condition_rows("memdecay", ours)))
+        table = summarise(collapse(condition_rows("memdecay-paper", ours)))
         for region in ("system", "user", "retrieval"):
-            found = cell(table, "memdecay", 0.5, region)
+            found = cell(table, "memdecay-paper", 0.5, region)
             assert found["low"] == found["recall"] == found["high"]
 
     def test_one_scenario_has_no_interval(self) -> None:
-        table = summarise(collapse(condition_rows("memdecay", ours, scenarios=("clinic",))))
+        table = summarise(collapse(condition_rows("memdecay-paper", ours, scenarios=("clinic",))))
         assert table["low"].isna().all() and table["high"].isna().all()
         assert table["recall"].notna().all()
 
     def test_a_missing_log_probability_spoils_nothing(self) -> None:
-        rows = condition_rows("memdecay", ours)
+        rows = condition_rows("memdecay-paper", ours)
         rows.loc[rows["region"] == "user", "gold_logprob"] = math.nan
         table = summarise(collapse(rows))
-        assert math.isnan(cell(table, "memdecay", 0.5, "user")["gold_logprob"])
-        mean = cell(table, "memdecay", 0.5, "non_system")["gold_logprob"]
+        assert math.isnan(cell(table, "memdecay-paper", 0.5, "user")["gold_logprob"])
+        mean = cell(table, "memdecay-paper", 0.5, "non_system")["gold_logprob"]
         assert mean == pytest.approx((16 * -0.5 + 32 * -9) / 48)
 
     def test_the_order_of_the_rows_does_not_matter(self) -> None:
-        rows = pd.concat([condition_rows("memdecay", ours), condition_rows("h2o", attentive)])
+        rows = pd.concat([condition_rows("memdecay-paper", ours), condition_rows("h2o", attentive)])
         shuffled = rows.sample(frac=1.0, random_state=3)
         pd.testing.assert_frame_equal(summarise(collapse(rows)), summarise(collapse(shuffled)))
 
@@ -150,7 +152,7 @@ class TestIntervals:
 
 class TestCompare:
     def test_signs_deltas_and_counts(self) -> None:
-        rows = pd.concat([condition_rows("memdecay", ours), condition_rows("h2o", attentive)])
+        rows = pd.concat([condition_rows("memdecay-paper", ours), condition_rows("h2o", attentive)])
         table = compare(collapse(rows))
         assert set(table["policy"]) == {"h2o"}
         system = cell(table, "h2o", 0.5, "system")
@@ -170,7 +172,7 @@ class TestCompare:
 
         rows = pd.concat(
             [
-                condition_rows("memdecay", lambda i, variant, r, b, s: variant == 0),
+                condition_rows("memdecay-paper", lambda i, variant, r, b, s: variant == 0),
                 condition_rows("random", third, seeds=(0, 1, 2)),
             ]
         )
@@ -180,7 +182,7 @@ class TestCompare:
 
     def test_the_full_cache_is_compared_at_both_budgets(self) -> None:
         rows = pd.concat(
-            [condition_rows("memdecay", ours), condition_rows("full", full, budgets=(1.0,))]
+            [condition_rows("memdecay-paper", ours), condition_rows("full", full, budgets=(1.0,))]
         )
         table = compare(collapse(rows))
         assert set(table["budget"]) == {0.25, 0.5}
@@ -190,7 +192,7 @@ class TestCompare:
     def test_only_probes_that_both_were_asked_count(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", ours),
+                condition_rows("memdecay-paper", ours),
                 condition_rows("h2o", newest, scenarios=SCENARIOS[:3], variants=(0,)),
             ]
         )
@@ -198,14 +200,14 @@ class TestCompare:
         assert (found["n"], found["scenarios"], found["better"]) == (3, 3, 3)
 
     def test_nothing_to_compare_is_an_empty_table(self) -> None:
-        for rows in (condition_rows("h2o", ours), condition_rows("memdecay", ours)):
+        for rows in (condition_rows("h2o", ours), condition_rows("memdecay-paper", ours)):
             table = compare(collapse(rows))
             assert table.empty and {"policy", "delta", "p_value"} <= set(table.columns)
 
     def test_a_peer_without_log_probabilities(self) -> None:
         rows = pd.concat(
             [
-                condition_rows("memdecay", ours),
+                condition_rows("memdecay-paper", ours),
                 condition_rows("openvino:seen", full, gold_logprob=math.nan),
             ]
         )

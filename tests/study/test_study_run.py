@@ -109,7 +109,7 @@ class TestToItsEnd:
         assert counts.to_dict() == {
             ("full", 1.0): 16, ("random", 0.25): 48, ("random", 0.5): 48,
             ("streaming", 0.25): 16, ("streaming", 0.5): 16, ("h2o", 0.25): 16, ("h2o", 0.5): 16,
-            ("memdecay", 0.25): 16, ("memdecay", 0.5): 16,
+            ("memdecay-paper", 0.25): 16, ("memdecay-paper", 0.5): 16,
         }  # fmt: skip
         key = ["scenario", "variant", "region", "policy", "condition", "seed", "budget"]
         assert not rows.duplicated(key).any()

@@ -11,6 +11,7 @@ from memdecay.cli._episode import Answer, Episode, load_episode
 from memdecay.cli._page import Page, PolicyView, TurnMark, build_page, footer
 from memdecay.cli._replay import count_tokens, split_turns
 from memdecay.cli._timeline import Timeline
+from memdecay.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from memdecay.engine import Session
     from memdecay.policy.base import Policy
 
-POLICIES = ("full", "streaming", "memdecay")
+POLICIES = ("full", "streaming", DEFAULT_POLICY)
 """What the demo compares."""
 
 _ANSWER_TOKENS = 24
@@ -118,7 +119,7 @@ def _episode(
             policy=policy.name,
             summary=policy.summary,
             bounded=policy.bounded,
-            main=policy.name == "memdecay",
+            main=policy.name == DEFAULT_POLICY,
             report=session.report().to_dict(),
             timeline=Timeline.parse(session.timeline()),
             answers=answers,
@@ -175,9 +176,10 @@ def _standfirst(result: dict[str, Any]) -> str:
     return (
         f"{result['model']} reads the same conversation three times: with its full KV cache, and "
         f"twice with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} tokens. "
-        f"streaming keeps the latest tokens; memdecay pins the instructions and forgets the rest "
-        f"region by region. Asked afterwards about {count} facts, the full cache answers "
-        f"{right['full']}, streaming {right['streaming']} and memdecay {right['memdecay']}. "
+        f"streaming keeps the latest tokens; {DEFAULT_POLICY} pins the instructions and forgets "
+        f"the rest region by region. Asked afterwards about {count} facts, the full cache answers "
+        f"{right['full']}, streaming {right['streaming']} and {DEFAULT_POLICY} "
+        f"{right[DEFAULT_POLICY]}. "
         f"{knows} still {'know' if ' and ' in knows else 'knows'} the fact in the system text"
         + (f"; {forgot} forgot it." if forgot else ".")
     )

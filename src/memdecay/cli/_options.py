@@ -42,7 +42,7 @@ def policies(names: Sequence[str]) -> dict[str, Policy]:
     return {name: get_policy(name) for name in dict.fromkeys(names)}
 
 
-def names(text: str | None) -> list[str]:
+def names(text: str | None, option: str = "--compare") -> list[str]:
     """Read `h2o,streaming`.
 
     Raises:
@@ -53,7 +53,7 @@ def names(text: str | None) -> list[str]:
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise PolicyError(
-            f"--compare is {text!r}, but must be policy names with commas between, "
+            f"{option} is {text!r}, but must be policy names with commas between, "
             f"such as full,streaming."
         )
     return found

@@ -11,7 +11,17 @@ from typing import Annotated
 
 import typer
 
-from memdecay.cli import calibrate, demo, doctor, label, policies, run, study, study_report
+from memdecay.cli import (
+    calibrate,
+    demo,
+    doctor,
+    label,
+    policies,
+    run,
+    study,
+    study_report,
+    study_traces,
+)
 from memdecay.errors import MemDecayError
 from memdecay.provenance import versions
 
@@ -31,7 +41,8 @@ def _add(to: typer.Typer, function: Callable[..., None], example: str) -> None:
     # The lines of a docstring are as long as the source likes; help is as wide as the terminal.
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     words = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    to.command(function.__name__, help=words, epilog=f"Example: {example}")(function)
+    name = function.__name__.replace("_", "-")
+    to.command(name, help=words, epilog=f"Example: {example}")(function)
 
 
 for command in (demo, run, calibrate):
@@ -40,6 +51,8 @@ _add(study_app, study.run, study.RUN_EXAMPLE)
 _add(study_app, study_report.report, study_report.EXAMPLE)
 _add(study_app, study.episodes, study.EPISODES_EXAMPLE)
 _add(study_app, study.export, study.EXPORT_EXAMPLE)
+_add(study_app, study_traces.traces, study_traces.EXAMPLE)
+_add(study_app, study_traces.traces_report, study_traces.REPORT_EXAMPLE)
 app.add_typer(study_app, name="study")
 for command in (label, policies, doctor):
     _add(app, getattr(command, command.__name__.rpartition(".")[2]), command.EXAMPLE)

@@ -15,6 +15,7 @@ from memdecay.cli import _look, _options, _terminal
 from memdecay.cli._budget import parse_budget
 from memdecay.cli._run_trace import Request, run_trace
 from memdecay.errors import MemDecayError
+from memdecay.policy import DEFAULT_POLICY
 
 EXAMPLE = "memdecay run trace.json --model smollm2 --budget 25% --compare streaming"
 
@@ -23,7 +24,7 @@ def run(
     trace: Annotated[Path, typer.Argument(help="Messages JSON or JSONL, .traj, or tau-bench.")],
     model: _options.Model = "smollm2",
     budget: _options.BudgetText = "25%",
-    policy: Annotated[str, typer.Option("--policy", "-p", help="What decides.")] = "memdecay",
+    policy: Annotated[str, typer.Option("--policy", "-p", help="What decides.")] = DEFAULT_POLICY,
     compare_with: Annotated[
         str | None, typer.Option("--compare", help="More policies, such as streaming,h2o.")
     ] = None,

@@ -100,7 +100,8 @@ def _print(settings: Sequence[Evidence]) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    for heading in ("budget", "full", BASE, "peers", "full", BASE, "peers"):
+    ours = BASE.replace("-", "-\n")  # in one line the table would not fit 80 columns
+    for heading in ("budget", "full", ours, "peers", "full", ours, "peers"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in _numbers(settings):
         cells = [line["setting"], f"{line['budget']:.0%}"]

@@ -2,7 +2,7 @@
 
 from memdecay.engine.cache import Evicted, MemDecayCache
 from memdecay.engine.loading import load_model
-from memdecay.engine.report import AppendResult, Generated, Report, Scores
+from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
 from memdecay.engine.session import Session
 from memdecay.engine.support import FAMILIES
 
@@ -11,6 +11,7 @@ __all__ = [
     "AppendResult",
     "Evicted",
     "Generated",
+    "Idle",
     "MemDecayCache",
     "Report",
     "Scores",

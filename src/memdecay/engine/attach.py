@@ -66,8 +66,8 @@ class AttachedCache(Cache):
         """Prepare a forward; if this raises, the forward does not run."""
 
     @abc.abstractmethod
-    def end(self, forward: Any) -> None:
-        """Take in what a finished forward collected."""
+    def end(self, forward: Any, output: Any = None, ids: Tensor | None = None) -> None:
+        """Take in what a finished forward collected, gave out, and the ids it was given."""
 
     @abc.abstractmethod
     def abort(self, forward: Any) -> None:
@@ -138,8 +138,8 @@ class Guard:
             kwargs = {**kwargs, "input_ids": args[0]}
         rest = args if len(args) > 1 else ()
         kwargs = cache.only_new(kwargs)
-        inputs = rest[0] if rest else kwargs.get("input_ids")
-        inputs = kwargs["inputs_embeds"] if inputs is None else inputs
+        ids = rest[0] if rest else kwargs.get("input_ids")
+        inputs = kwargs["inputs_embeds"] if ids is None else ids
         # A Ctrl-C is let through only while the model runs: what is around it is done in whole.
         with HeldInterrupts() as held:
             forward = cache.begin(
@@ -157,7 +157,7 @@ class Guard:
                 finally:
                     _running.forward = before
                     switch.back()
-                cache.end(forward)
+                cache.end(forward, output, ids)
             except BaseException:
                 cache.abort(forward)
                 raise
@@ -175,6 +175,18 @@ class Attachment:
         self.switch = switch
         self._decoder = weakref.ref(decoder)
         weakref.finalize(self, Guard(decoder).remove)
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The model without its head.
+
+        Raises:
+            ModelError: it is gone.
+        """
+        decoder = self._decoder()
+        if decoder is None:
+            raise ModelError("The model of this cache is gone; keep it alive.")
+        return decoder
 
     def belongs_to(self, decoder: torch.nn.Module | None) -> bool:
         """Whether this is the model that the cache was made for."""

@@ -16,12 +16,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
-from memdecay.engine.interrupts import uninterrupted
+from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.ledger import Labels, Ledger
+from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
+from memdecay.engine.surprisal import HELD, Head, Trail
+from memdecay.engine.watch import Watch
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
-from memdecay.policy import Policy, get_policy
+from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
 
 if TYPE_CHECKING:
@@ -165,6 +168,10 @@ class MemDecayCache(AttachedCache):
     Not for training: what is stored is detached. One cache serves one thread at a time; several
     caches may serve one model, in several threads.
 
+    Two flags say what the next forwards are, for whoever runs them: `prefilling`, parts of a
+    prompt, also those of one token; `stepping`, that a forward of several tokens stands for as many
+    decode steps (their observation is one, of its last queries, and comes after them).
+
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
@@ -176,6 +183,9 @@ class MemDecayCache(AttachedCache):
         observe_every: k, observe attention every k decode steps; 0 for never.
         window: queries that an observation at the end of a prompt averages over.
         default_region: region of tokens that nobody labelled, such as generated ones.
+        surprisal_vocabulary: for a policy that needs surprisal: ids that the likelihood of a token
+            is normalised over, the lowest ones and the token itself; None for all, which is exact
+            and, where the vocabulary is large, slow.
 
     Raises:
         BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
@@ -185,7 +195,7 @@ class MemDecayCache(AttachedCache):
     """Whether each KV head of each layer keeps its own tokens; then this is a `HeadCache`."""
     forward_type: ClassVar[type[Forward]] = Forward
 
-    def __new__(cls, *args: Any, policy: Any = None, **kwargs: Any) -> MemDecayCache:
+    def __new__(cls, *args: Any, policy: Any = DEFAULT_POLICY, **kwargs: Any) -> MemDecayCache:
         """Return a `HeadCache` for a policy by which each head keeps its own tokens."""
         policy = get_policy(policy) if isinstance(policy, str) else policy
         if cls is MemDecayCache and getattr(policy, "per_head", False):
@@ -199,7 +209,7 @@ class MemDecayCache(AttachedCache):
         model: PreTrainedModel,
         *,
         budget: int | None,
-        policy: Policy | str = "memdecay",
+        policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
         page_size: int = 16,
         align: str | None = None,
@@ -207,6 +217,7 @@ class MemDecayCache(AttachedCache):
         observe_every: int = 1,
         window: int = 16,
         default_region: str = "scratchpad",
+        surprisal_vocabulary: int | None = 8192,
     ) -> None:
         self.layout: Layout = check_supported(model)
         self.policy = get_policy(policy) if isinstance(policy, str) else policy
@@ -239,9 +250,17 @@ class MemDecayCache(AttachedCache):
         self.observe_every = observe_every
         self.window = window
         self.default_region = self.profile.id(default_region)
+        if surprisal_vocabulary is not None:
+            _check_integer("surprisal_vocabulary", surprisal_vocabulary, 1)
+        self.surprisal_vocabulary = surprisal_vocabulary
+        wanted = "surprisal" in self.policy.needs
+        self._head = Head(model, surprisal_vocabulary) if wanted else None
+        watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
+        self.watch = Watch(watched, self.layout)
         self.attachment: Attachment = attach(model)
         self.on_evict: Callable[[Evicted], None] | None = None
         self.on_observe: Callable[[int, Tensor, Tensor], None] | None = None
+        self.on_heads: Callable[[int, Tensor], None] | None = None
         self._clear()
         super().__init__(
             layers=[
@@ -258,13 +277,15 @@ class MemDecayCache(AttachedCache):
         self.evicted_pages = 0
         self.peak_tokens = 0
         self.prefilling = False
+        self.stepping = False
         self.tables: list[SlotTable] = []
         self.pools: list[KVPool] = []
         self.ledgers: list[Ledger] = []
         self._labels: list[list[Labels]] = []
         self._slabs: dict[int | None, Tensor] = {}
         self._zero: Tensor | None = None
-        self._running: Forward | None = None
+        self._running: Forward | ReplayForward | None = None
+        self._repeating: ReplayForward | None = None
         self._padding: list[list[int]] = []
         self._rollback_point: _Mark | None = None
         self._last_count = 0
@@ -285,6 +306,9 @@ class MemDecayCache(AttachedCache):
         forward = self._running
         if forward is not None:
             forward.mask_layer = layer
+            if isinstance(forward, ReplayForward):
+                width = self.table_of(layer).width
+                return width + query_length, forward.first_index - width
             return self.table_of(layer).width, forward.first_index - (
                 self.table_of(layer).width - query_length
             )
@@ -310,15 +334,21 @@ class MemDecayCache(AttachedCache):
             SessionError: outside a forward of the model that this cache was made for.
         """
         pool = self._store(key_states, value_states, layer_idx)
+        if pool is None:
+            return key_states, value_states
         width = self.table_of(layer_idx).width
         return pool.keys(width), pool.values(width)
 
-    def _store(self, keys: Tensor, values: Tensor, layer: int) -> KVPool:
+    def _store(self, keys: Tensor, values: Tensor, layer: int) -> KVPool | None:
+        """Store a layer's new keys and values; None in a replay, of which nothing is stored."""
         forward = self._running
         if forward is None:
             raise SessionError(
                 "A MemDecayCache is filled only by a forward of the model it was made for."
             )
+        if isinstance(forward, ReplayForward):
+            forward.layer = layer
+            return None
         if layer == len(self.pools):
             self._make_pool(keys, values, layer)
         forward.layer = layer
@@ -528,7 +558,7 @@ class MemDecayCache(AttachedCache):
         count: int,
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
-    ) -> Forward:
+    ) -> Forward | ReplayForward:
         """Make room for a forward and enter its tokens; called before the model's first layer.
 
         Args:
@@ -547,6 +577,9 @@ class MemDecayCache(AttachedCache):
             ModelError: they would get positions that the model does not have.
             PolicyError: the policy's score is not usable; nothing was evicted.
         """
+        if self._repeating is not None:
+            self._running = self._repeating
+            return self._repeating
         if self.rows and rows != self.rows:
             raise SessionError(
                 f"The forward has {rows} sequences, but this cache holds {self.rows}; use one "
@@ -565,7 +598,7 @@ class MemDecayCache(AttachedCache):
                 if table.window is not None:
                     self._slide(number, table, max(new))
             self._check_budget(new)
-            if decoding:
+            if decoding or self.stepping:
                 self._release_queries()
             self._make_room(new)
         except MemDecayError:
@@ -602,8 +635,22 @@ class MemDecayCache(AttachedCache):
         return forward
 
     @_lasting
-    def end(self, forward: Forward) -> None:
-        """Take in what a finished forward observed; called after the model's last layer."""
+    def end(
+        self, forward: Forward | ReplayForward, output: Any = None, ids: Tensor | None = None
+    ) -> None:
+        """Take in what a finished forward observed; called after the model's last layer.
+
+        Args:
+            forward: from `begin`.
+            output: what the decoder returned; its first entry are the last hidden states,
+                `(rows, count, hidden_size)`. Only needed for surprisal, as are the ids.
+            ids: `(rows, count)` int64, None if the tokens were given as embeddings.
+        """
+        if isinstance(forward, ReplayForward):
+            self._running = None
+            return
+        if self._head is not None and output is not None:
+            self._read(forward, output[0], ids)  # first, as it is what may run out of memory
         if forward.observing:
             for row, mass in enumerate(forward.masses()):
                 if not forward.decoding:
@@ -611,11 +658,31 @@ class MemDecayCache(AttachedCache):
                 elif mass.shape[1]:
                     self._observe(row, mass[:, 0])
             self.observations += forward.decoding
+        for row, peak in enumerate(forward.peaks()):
+            self.ledgers[row].observe_heads(peak, self.clock_of(self.ledgers[row]))
+            if self.on_heads is not None:
+                self.on_heads(row, peak)
+        for ledger in self.ledgers if self._head is not None else ():
+            ledger.trim()
+        if self.stepping and forward.count > 1:
+            self.steps += forward.count
+            self._release_queries()
         self._running = self._rollback_point = None
 
+    def _read(self, forward: Forward, hidden: Tensor, ids: Tensor | None) -> None:
+        """Give each ledger the last hidden states and the ids of its new tokens."""
+        for row, ledger in enumerate(self.ledgers):
+            mine = slice(None) if forward.real is None else forward.real[row]
+            ledger.read(hidden[row, mine], None if ids is None else ids[row, mine].clone())
+            if ledger.waiting >= HELD:
+                ledger.settle()
+
     @_lasting
-    def abort(self, forward: Forward) -> None:
+    def abort(self, forward: Forward | ReplayForward) -> None:
         """Take back the tokens of a forward that raised; what was evicted for them stays so."""
+        if isinstance(forward, ReplayForward):
+            self._running = None
+            return
         mark = self._rollback_point
         assert mark is not None
         for table, lengths in zip(self.tables, mark.lengths, strict=True):
@@ -630,9 +697,10 @@ class MemDecayCache(AttachedCache):
         self._running = self._rollback_point = None
         self._last_count = 0
         if not self.seen:
-            prefilling = self.prefilling
+            prefilling, stepping = self.prefilling, self.stepping
             self._clear()
-            self._labels, self.prefilling = mark.labels, prefilling
+            self._labels = mark.labels
+            self.prefilling, self.stepping = prefilling, stepping
 
     def _real(self, rows: int, count: int, attention_mask: Tensor | None) -> Tensor | None:
         if attention_mask is None:
@@ -673,6 +741,7 @@ class MemDecayCache(AttachedCache):
             align=self.align,
             window=self.window,
             device=self.layout.device,
+            trail=None if self._head is None else Trail(self._head),
         )
 
     def _capacity(self, window: int | None, capacity: int) -> int:
@@ -879,6 +948,119 @@ class MemDecayCache(AttachedCache):
                 )
         self._evict_excess(excess)
 
+    # Idle time
+
+    def unreplayed(self) -> Tensor:
+        """Return `(n,)` int64, ascending: positions kept that have not been repeated yet."""
+        if not self.rows or "replay" not in self.policy.needs:
+            return torch.empty(0, dtype=torch.int64)
+        ledger = self._sequence()
+        return ledger["position"][~ledger["replayed"]].sort().values
+
+    @_lasting
+    def replay_room(self, prompt: int, wanted: int) -> int:
+        """Return how many kept tokens `replay` may repeat at once now; evicts if there is no room.
+
+        A piece of n tokens, its prompt included, takes the room of n / num_layers kept tokens. If
+        not even a small piece fits, the policy's lowest pages go first, as for the next append;
+        but like that, not for more than a quarter of the budget.
+
+        Args:
+            prompt: tokens of the repeat prompt.
+            wanted: kept tokens to repeat.
+
+        Returns:
+            At most `wanted` and 256; 0 if there is no room even so, as pins fill the budget or it
+            is tiny, or if the model has no positions left.
+        """
+        ledger, layers = self._sequence(), len(self.layout.windows)
+        most = min(wanted, PIECE)
+        if self.layout.hard_limit is not None:
+            most = min(most, self.layout.hard_limit - ledger.seen - prompt)
+        if self.budget is None or most <= 0:
+            return max(most, 0)
+        least = prompt + min(most, LEAST)
+        excess = ledger.over(self.budget) + token_equivalents(least, layers, ledger.parts)
+        if excess > 0:
+            held, still_open = ledger.stuck()
+            room = min(self.budget // 4, self.budget - held - still_open)
+            if token_equivalents(least, layers) <= room:
+                self._evict_excess([excess])
+        free = -ledger.over(self.budget) * layers // ledger.parts
+        return max(0, min(most, free - prompt))
+
+    @_lasting
+    def replay(self, ids: Tensor, positions: Tensor, prompt_ids: Tensor) -> Tensor:
+        """Let the model repeat kept tokens, and the policy learn what it attended to (`on_replay`).
+
+        Nothing is stored, and nothing but the policy's columns and `replayed` changes: no clock
+        moves, and the next forward is what it would have been.
+
+        Args:
+            ids: `(n,)` int64, the tokens to repeat.
+            positions: `(n,)` int64, their true positions; they are kept.
+            prompt_ids: `(m,)` int64, what is said before them.
+
+        Returns:
+            `(num_layers, num_heads, kv_len)` float32 in slot order: the most attention that a
+            query of these tokens gave to each kept one.
+
+        Raises:
+            BudgetError: there is no room for so many tokens; see `replay_room`.
+            MemDecayError: the policy does not need replay, the cache does not hold exactly one
+                sequence, or a position is not kept.
+        """
+        if "replay" not in self.policy.needs:
+            raise MemDecayError(
+                f"policy {self.policy.name!r} does not need replay, but only a policy that does "
+                f"learns from one."
+            )
+        ledger, device = self._sequence(), self.layout.device
+        ids, positions = ids.to(device), positions.to(device)
+        slots = torch.isin(ledger["position"], positions).nonzero().flatten()
+        if not len(ids) or len(ids) != len(positions) or len(slots) != len(positions):
+            raise MemDecayError(
+                f"positions has {len(positions)} entries of which {len(slots)} are kept, but each "
+                f"of the {len(ids)} ids must have one that is kept, and there must be an id."
+            )
+        run = torch.cat([prompt_ids.to(device), ids])
+        layers = len(self.layout.windows)
+        extra = token_equivalents(len(run), layers, ledger.parts)
+        if self.budget is not None and ledger.over(self.budget) + extra > 0:
+            room, free = token_equivalents(len(run), layers), -ledger.over(self.budget)
+            raise BudgetError(
+                f"{len(run)} tokens to repeat take the room of {room} kept ones, but of "
+                f"budget={self.budget} only {free // ledger.parts} are free."
+            )
+        limit = self.layout.hard_limit
+        if limit is not None and ledger.seen + len(run) > limit:
+            raise ModelError(
+                f"{len(run)} tokens to repeat follow {ledger.seen}, but this model has position "
+                f"embeddings for {limit}."
+            )
+        forward = ReplayForward(self, prompt=len(prompt_ids), count=len(run))
+        places = torch.arange(ledger.seen, ledger.seen + len(run), device=device)[None]
+        with HeldInterrupts() as held:
+            self._repeating = forward
+            self.peak_tokens = max(self.peak_tokens, -(-(ledger.size + extra) // ledger.parts))
+            try:
+                with held.delivered():
+                    self.attachment.decoder(
+                        input_ids=run[None], position_ids=places, cache=self, use_cache=True
+                    )
+            finally:
+                self._repeating = self._running = None
+            attention = forward.observed()
+            ledger.replayed(slots, attention, self.clock_of(ledger))
+        return attention
+
+    def _sequence(self) -> Ledger:
+        if self.rows != 1:
+            raise MemDecayError(
+                f"The cache holds {self.rows} sequences, but only a cache of one can be repeated."
+            )
+        return self.ledgers[0]
+
     # Bookkeeping
 
     def _observes(self, decoding: bool) -> bool:
@@ -925,6 +1107,9 @@ class MemDecayCache(AttachedCache):
             arrival: Tensor | float = now
             if self.clock == "tokens":
                 arrival = torch.arange(ledger.seen, ledger.seen + size, dtype=torch.float32)
+            elif self.stepping and count > 1:
+                first = count - left + 1
+                arrival = now + torch.arange(first, first + size, dtype=torch.float32)
             ledger.append(labels, now, arrival)
             left -= size
 
@@ -970,8 +1155,8 @@ class MemDecayCache(AttachedCache):
         other._labels = [[*queue] for queue in self._labels]
         other._padding = [[*padding] for padding in self._padding]
         other._slabs = {}
-        other._running = other._rollback_point = None
-        other.on_evict = other.on_observe = None
+        other._running = other._repeating = other._rollback_point = None
+        other.on_evict = other.on_observe = other.on_heads = None
         return other
 
     @_lasting
@@ -992,6 +1177,7 @@ class MemDecayCache(AttachedCache):
         """
         base = self._ledger(row)
         self._release_queries(row)
+        base.settle()
         slots = []
         for number, positions in enumerate(kept):
             wanted = positions.to(self.layout.device, torch.int64)
@@ -1012,8 +1198,8 @@ class MemDecayCache(AttachedCache):
         other._labels = []
         other._padding = [[*self._padding[row]] for _ in slots]
         other._slabs = {}
-        other._running = other._rollback_point = None
-        other.on_evict = other.on_observe = None
+        other._running = other._repeating = other._rollback_point = None
+        other.on_evict = other.on_observe = other.on_heads = None
         other.peak_tokens = max(len(chosen) for chosen in slots)
         indices = [self.main.index[row, chosen] for chosen in slots]
         places = [
@@ -1028,6 +1214,8 @@ class MemDecayCache(AttachedCache):
         other.tables = [
             table.branch(row, chosen) for table, chosen in zip(self.tables, places, strict=True)
         ]
+        for ledger in other.ledgers:
+            ledger.grow(other.main.capacity)
         other.pools = [
             pool.branch(row, places[table], other.tables[table].capacity)
             for pool, table in zip(self.pools, self.layout.table, strict=True)

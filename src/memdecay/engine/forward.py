@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memdecay.engine.attach import AttachedForward
+from memdecay.engine.watch import peak_attention
 from memdecay.errors import ModelError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Forward(AttachedForward):
         self.num_heads = 0
         self.sums: dict[int | None, Tensor] = {}
         self._window_rows: Tensor | None = None
+        self._peaks: dict[int | None, Tensor] = {}
 
     # Masks
 
@@ -153,7 +155,22 @@ class Forward(AttachedForward):
             )
         if self.observing and query.shape[2] > 1:
             self._observe_window(query, key, attention_mask, scale, softcap)
+        for rank, head in self.cache.watch.by_layer.get(self.layer, ()):
+            index = self.cache.table_of(self.layer).index[:, : key.shape[2]]
+            keys = key[:, head * key.shape[1] // self.num_heads]
+            self._note_peak(
+                rank,
+                peak_attention(self, query[:, head], keys, index, attention_mask, scale, softcap),
+            )
         return out, None
+
+    def _note_peak(self, rank: int, peak: Tensor) -> None:
+        """Note `(batch, width)`, what a watched head of this layer gave most."""
+        window = self.cache.table_of(self.layer).window
+        if window not in self._peaks:
+            shape = (len(peak), len(self.cache.watch), peak.shape[1])
+            self._peaks[window] = peak.new_zeros(shape)
+        self._peaks[window][:, rank] = peak
 
     @torch.no_grad()
     def _decode(
@@ -259,17 +276,32 @@ class Forward(AttachedForward):
             for row, (new, length) in enumerate(zip(self.new, self.cache.main.lengths, strict=True))
         ]
 
+    def peaks(self) -> list[Tensor]:
+        """Return for each row `(heads, kv_len)`, what each watched head gave most; [] if none."""
+        if not self._peaks:
+            return []
+        main = self.cache.main
+        batch, heads, _ = next(iter(self._peaks.values())).shape
+        total = torch.zeros(batch, heads, main.width, device=main.index.device)
+        for table in self.cache.tables:
+            if table.window in self._peaks:
+                total = total + self._in_main(self._peaks[table.window], table)
+        return [total[row, :, :length] for row, length in enumerate(main.lengths)]
+
     def _combine(self, sums: dict[int | None, Tensor]) -> Tensor:
         """Average over all heads and layers, in the slots of the main table."""
+        total = sum(self._in_main(sums[table.window], table) for table in self.cache.tables)
+        return torch.as_tensor(total) / (len(self.cache.layers) * self.num_heads)
+
+    def _in_main(self, shares: Tensor, table: SlotTable) -> Tensor:
+        """Return `(rows, n, main width)`: the `(rows, n, width)` of a table in the main slots."""
         main = self.cache.main
-        total = sums[main.window]
-        for table in self.cache.tables:
-            if table is not main:
-                # A spare column takes the tokens that the main table does not keep.
-                total = torch.nn.functional.pad(total, (0, 1))
-                slot = self._main_slots(table)[:, None].expand_as(sums[table.window])
-                total = total.scatter_add(2, slot, sums[table.window])[:, :, :-1]
-        return total / (len(self.cache.layers) * self.num_heads)
+        if table is main:
+            return shares
+        # A spare column takes the tokens that the main table does not keep.
+        total = shares.new_zeros(*shares.shape[:2], main.width + 1)
+        slot = self._main_slots(table)[:, None].expand_as(shares)
+        return total.scatter_add_(2, slot, shares)[:, :, :-1]
 
     def _main_slots(self, table: SlotTable) -> Tensor:
         """Return `(rows, width)`: where a sliding table's tokens are in the main table.

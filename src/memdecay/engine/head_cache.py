@@ -18,8 +18,10 @@ from memdecay.engine.head_forward import HeadForward
 from memdecay.engine.heads import HeadLedger, HeadPool
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Ledger
+from memdecay.engine.replay import ReplayForward
 from memdecay.engine.slots import KVPool, Move
 from memdecay.engine.support import Layout
+from memdecay.engine.surprisal import Trail
 from memdecay.errors import MemDecayError, ModelError
 
 
@@ -96,6 +98,7 @@ class HeadCache(MemDecayCache):
             align=self.align,
             window=self.window,
             device=self.layout.device,
+            trail=None if self._head is None else Trail(self._head),
             layers=len(self.layout.windows),
             heads=self.layout.num_kv_heads,
         )
@@ -108,7 +111,7 @@ class HeadCache(MemDecayCache):
         count: int,
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
-    ) -> Forward:
+    ) -> Forward | ReplayForward:
         """Make room for a forward, as `MemDecayCache.begin`; of one sequence without padding.
 
         Raises:
@@ -205,6 +208,12 @@ class HeadCache(MemDecayCache):
         super().shrink(budget, row)
         self._fit()
 
+    def replay_room(self, prompt: int, wanted: int) -> int:
+        """Return how many kept tokens `replay` may repeat at once, as in `MemDecayCache`."""
+        room = super().replay_room(prompt, wanted)
+        self._fit()
+        return room
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens seen, as `MemDecayCache.crop`."""
         super().crop(tokens_to_remove)
@@ -262,6 +271,7 @@ def branch_heads(cache: MemDecayCache, kept: Sequence[Sequence[Tensor]], row: in
             f"keep their own tokens takes none."
         )
     cache._release_queries(row)
+    base.settle()
     ledger = HeadLedger.of(base, layers, heads)
     held = torch.stack(
         [
@@ -290,8 +300,8 @@ def branch_heads(cache: MemDecayCache, kept: Sequence[Sequence[Tensor]], row: in
         for pool, by_head in zip(cache.pools, held, strict=True)
     ]
     other._labels, other._padding, other._slabs = [], [[]], {}
-    other._running = other._rollback_point = None
-    other.on_evict = other.on_observe = None
+    other._running = other._repeating = other._rollback_point = None
+    other.on_evict = other.on_observe = other.on_heads = None
     other.peak_tokens = other.kept()
     return other
 

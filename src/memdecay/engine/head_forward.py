@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memdecay.engine.forward import Forward, _future
 from memdecay.engine.heads import HeadPool
+from memdecay.engine.watch import peak_attention
 from memdecay.errors import ModelError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class HeadForward(Forward):
         packed = query.reshape(len(pool.lengths), -1, count, head_dim)
         if count > 1 and self.observing:
             self._observe(packed, pool, scale, softcap)
+        self._watch(query, pool, scale, softcap)
         if count > 1 and softcap is None and set(pool.lengths) == {count}:
             out, _ = sdpa_attention_forward(
                 module, query, key, value, None, scaling=scaling, **kwargs
@@ -137,6 +139,17 @@ class HeadForward(Forward):
             hidden = _future(last, length, keys.device)
             logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
             seen.index_add_(1, slots, torch.softmax(logits, -1).sum(0))
+
+    @torch.no_grad()
+    def _watch(self, query: Tensor, pool: HeadPool, scale: float, softcap: float | None) -> None:
+        """Note what the watched heads of this layer gave most, 0 to what they do not hold."""
+        main = self.cache.main
+        for rank, head in self.cache.watch.by_layer.get(self.layer, ()):
+            keys, _, slots = pool.head(head * len(pool.lengths) // self.num_heads)
+            index = main.index[:, slots]
+            peak = peak_attention(self, query[:, head], keys[None], index, None, scale, softcap)
+            everywhere = peak.new_zeros(1, main.width)
+            self._note_peak(rank, everywhere.index_copy_(1, slots, peak))
 
     def _seen(self, queries: int) -> Tensor:
         """Return `(queries, kv_len)` float32, the mass of all layers and heads so far."""

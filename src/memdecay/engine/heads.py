@@ -7,7 +7,6 @@ that at least one head keeps; a pool says for each of its entries in which of th
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.slots import KVPool, Move, Write
 from memdecay.errors import MemDecayError
-from memdecay.policy import Tokens
 from memdecay.policy.head_pages import plan_head_eviction
 
 ROOM = 16
@@ -300,15 +298,13 @@ class HeadLedger(Ledger):
         made._split(layers, heads)
         return made
 
-    def _tokens(self, where: slice, now: float) -> Tokens:
-        return dataclasses.replace(
-            super()._tokens(where, now),
-            head_state={
-                name: self.columns[f"head.{name}"][where].permute(1, 2, 0)
-                for name in self.policy.head_columns
-            },
-            held=self.columns["held"][where].permute(1, 2, 0),
-        )
+    def _fields(self, where: slice, now: float) -> dict[str, Any]:
+        by_head = {
+            name: self.columns[f"head.{name}"][where].permute(1, 2, 0)
+            for name in self.policy.head_columns
+        }
+        held = self.columns["held"][where].permute(1, 2, 0)
+        return {**super()._fields(where, now), "head_state": by_head, "held": held}
 
     @property
     def holding(self) -> Tensor:
@@ -343,9 +339,10 @@ class HeadLedger(Ledger):
         self["held"].copy_(held.permute(2, 0, 1))
         self.entries = int(held.sum())
 
-    def over(self, budget: int, new: int = 0) -> int:
-        """Return how many entries `plan` would have to free for `new` more tokens."""
-        return self.entries + (new - budget) * self.parts
+    @property
+    def size(self) -> int:
+        """The entries kept."""
+        return self.entries
 
     def sizes(self) -> Tensor:
         """Return (kv_len,) int64, the heads that hold each token."""

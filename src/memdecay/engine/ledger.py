@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from memdecay.engine.slots import Move
 from memdecay.policy import Policy, Tokens
 from memdecay.policy.pages import page_scores, plan_eviction
 from memdecay.regions import Profile
+
+if TYPE_CHECKING:
+    from memdecay.engine.surprisal import Trail
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,24 @@ _COLUMNS: Mapping[str, torch.dtype] = {
 }
 
 
+_EVIDENCE: Mapping[str, tuple[str, torch.dtype]] = {
+    "surprisal": ("surprisal", torch.float32),
+    "replay": ("replayed", torch.bool),
+}
+"""What a policy needs -> the column that it gets for it."""
+
+
+class _Late(Tokens):
+    """Tokens whose surprisal is worked out when it is first read: at most steps nobody does."""
+
+    ledger: Ledger
+
+    @functools.cached_property
+    def surprisal(self) -> Tensor:
+        """See `Tokens`."""
+        return self.ledger["surprisal"]
+
+
 class Ledger:
     """The per-token columns of one sequence, aligned with its slots, and its pages.
 
@@ -74,6 +96,7 @@ class Ledger:
         align: None, or "region" to open a fresh page wherever the region changes.
         window: queries that an observation at the end of a prompt averages over.
         device: where the columns live.
+        trail: where the surprisal of the tokens comes from, if the policy needs it.
     """
 
     parts: int = 1
@@ -89,6 +112,7 @@ class Ledger:
         align: str | None,
         window: int,
         device: torch.device,
+        trail: Trail | None = None,
     ) -> None:
         self.policy = policy
         self.profile = profile
@@ -111,29 +135,44 @@ class Ledger:
         }
         for name in policy.columns:
             self.columns[f"state.{name}"] = torch.zeros(capacity, device=device)
+        for need, (name, dtype) in _EVIDENCE.items():
+            if need in policy.needs:
+                self.columns[name] = torch.zeros(capacity, dtype=dtype, device=device)
+        self.trail = trail
         self.queries = torch.zeros(capacity, window, device=device)
         self.num_queries = 0
 
     def __getitem__(self, column: str) -> Tensor:
         """Return a column, (kv_len,), as a view."""
+        if column == "surprisal":
+            self.settle()
         return self.columns[column][: self.length]
 
     def tokens(self, now: float) -> Tokens:
         """Return what a policy sees; the tensors are views, not to be written to."""
-        return self._tokens(slice(0, self.length), now)
+        fields = self._fields(slice(0, self.length), now)
+        if not self.waiting:
+            return Tokens(**fields)
+        late = _Late(**fields)
+        del late.__dict__["surprisal"]
+        late.__dict__["ledger"] = self
+        return late
 
-    def _tokens(self, where: slice, now: float) -> Tokens:
+    def _fields(self, where: slice, now: float) -> dict[str, Any]:
+        """Return the arguments of `Tokens` for some of the slots."""
         columns = self.columns
-        return Tokens(
-            position=columns["position"][where],
-            region=columns["region"][where],
-            span=columns["span"][where],
-            inserted_at=columns["inserted_at"][where],
-            num_observed=columns["num_observed"][where],
-            now=now,
-            seq_len=self.seen,
-            state={name: columns[f"state.{name}"][where] for name in self.policy.columns},
-        )
+        evidence = {name: columns[name][where] for name, _ in _EVIDENCE.values() if name in columns}
+        return {
+            "position": columns["position"][where],
+            "region": columns["region"][where],
+            "span": columns["span"][where],
+            "inserted_at": columns["inserted_at"][where],
+            "num_observed": columns["num_observed"][where],
+            "now": now,
+            "seq_len": self.seen,
+            "state": {name: columns[f"state.{name}"][where] for name in self.policy.columns},
+            **evidence,
+        }
 
     def put(self, changed: Mapping[str, Tensor], where: slice | None = None) -> None:
         """Take in columns that the policy returned, of all tokens or of those `where` (mutates)."""
@@ -191,8 +230,13 @@ class Ledger:
         return held, self._in_tokens(sizes[stuck]) - held
 
     def over(self, budget: int, new: int = 0) -> int:
-        """Return how much `plan` would have to free for `new` more tokens; at most 0 if none."""
-        return self.length + new - budget
+        """Return the parts that `plan` must free for `new` more tokens; at most 0 if none."""
+        return self.size + (new - budget) * self.parts
+
+    @property
+    def size(self) -> int:
+        """All that is kept, in parts of a token."""
+        return self.length
 
     def sizes(self) -> Tensor:
         """Return (kv_len,) int64, what each kept token takes, in parts of a token."""
@@ -237,6 +281,9 @@ class Ledger:
         columns["pinned"][fresh] = labels.pinned
         for name, value in self.policy.columns.items():
             columns[f"state.{name}"][fresh] = value
+        for name, _ in _EVIDENCE.values():
+            if name in columns:
+                columns[name][fresh] = 0
         self.queries[fresh] = 0
         self.length += count
         self.num_pages += opened + spread
@@ -249,7 +296,7 @@ class Ledger:
                     self.starts.append((self.seen - count + offset, int(labels.region[offset])))
         self.next_page, self.filled, self.last_region = next_page, filled, last_region
         if self.policy.columns or self.policy.head_columns:
-            self.put(self.policy.on_insert(self._tokens(fresh, now)), fresh)
+            self.put(self.policy.on_insert(Tokens(**self._fields(fresh, now))), fresh)
 
     def mark(self) -> dict[str, Any]:
         """Return what `back_to` needs to take back later appends."""
@@ -259,6 +306,7 @@ class Ledger:
         """Take back all that was appended since `mark`, if nothing was moved since (mutates)."""
         self.__dict__.update(mark)
         del self.starts[self.next_page :]
+        self._rewind_trail()
 
     def move(self, move: Move) -> None:
         """Repeat what a slot table did to its row (mutates)."""
@@ -285,6 +333,7 @@ class Ledger:
             count: tokens of this sequence, padding not counted.
         """
         self.seen -= count
+        self._rewind_trail()
         self.num_queries = max(0, self.num_queries - count)
         self.latest_span = int(self["span"].max()) if self.length else 0
         if self.align is None:
@@ -296,7 +345,65 @@ class Ledger:
         start, self.last_region = self.starts[-1] if self.starts else (self.seen, -1)
         self.next_page, self.filled = len(self.starts), self.seen - start
 
+    # Surprisal and replay
+
+    def read(self, hidden: Tensor, ids: Tensor | None) -> None:
+        """Take in the last hidden states of the newest tokens, for their surprisal (mutates).
+
+        Args:
+            hidden: (count, hidden_size).
+            ids: (count,) int64, None if the tokens were given as embeddings.
+        """
+        assert self.trail is not None
+        self.trail = self.trail.add(self.seen - len(hidden), hidden, ids)
+
+    def settle(self) -> None:
+        """Work out the surprisal of the tokens that wait for it (mutates)."""
+        if self.trail is None:
+            return
+        found = self.trail.work_out()
+        if found is not None:
+            first, surprisal = found
+            offset = self["position"] - first
+            mine = (offset >= 0) & (offset < len(surprisal))
+            self.columns["surprisal"][: self.length][mine] = surprisal[offset[mine]]
+        self.trail = self.trail.worked_out()
+
+    @property
+    def waiting(self) -> int:
+        """Tokens whose surprisal is not worked out yet."""
+        return self.trail.waiting if self.trail is not None else 0
+
+    def trim(self) -> None:
+        """Free the hidden states that nobody will ask for (mutates)."""
+        assert self.trail is not None
+        self.trail = self.trail.trimmed()
+
+    def _rewind_trail(self) -> None:
+        if self.trail is not None:
+            self.trail = self.trail.rewind(self.seen)
+
+    def replayed(self, slots: Tensor, attention: Tensor, now: float) -> None:
+        """Let the policy learn from tokens that were repeated (mutates).
+
+        Args:
+            slots: (count,) int64, where they are.
+            attention: (num_layers, num_heads, kv_len) float32, see `Policy.on_replay`.
+            now: clock reading.
+        """
+        self.put(self.policy.on_replay(self.tokens(now), attention, self.profile))
+        self.columns["replayed"][slots] = True
+
     # Attention
+
+    def observe_heads(self, peak: Tensor, now: float) -> None:
+        """Let the policy learn what the watched heads gave most attention to (mutates).
+
+        Args:
+            peak: (number of heads, kv_len) float32, see `Policy.observe_heads`.
+            now: clock reading.
+        """
+        self.put(self.policy.observe_heads(self.tokens(now), peak, self.profile))
 
     def observe(self, attention_mass: Tensor, now: float) -> Tensor:
         """Let the policy learn from one observation (mutates).

@@ -67,6 +67,25 @@ class Generated:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """What `Session.idle` did.
+
+    Args:
+        replayed: kept tokens that were repeated.
+        left: kept tokens that have not been repeated yet. If it was not interrupted, there was no
+            room to repeat them: pins fill the budget, it is tiny, or the model has no positions
+            left.
+        interrupted: whether it stopped because the time was over or `stop` was set.
+        seconds: how long it took.
+    """
+
+    replayed: int
+    left: int
+    interrupted: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Report:
     """The state of a session; `to_dict` is JSON.
 

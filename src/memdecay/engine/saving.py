@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _JSON, _TENSORS = "session.json", "session-*.safetensors"
-_SETTINGS = ("budget", "page_size", "align", "clock", "observe_every", "window", "default_region")
+_SETTINGS = (
+    "budget",
+    "page_size",
+    "align",
+    "clock",
+    "observe_every",
+    "window",
+    "default_region",
+    "surprisal_vocabulary",
+)
 _COUNTERS = (
     "rows",
     "seen",
@@ -237,6 +246,9 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
         for name in ledger.columns:
             tensors[f"ledger.{row}.{name}"] = ledger[name].clone()
         tensors[f"ledger.{row}.queries"] = ledger.queries[: ledger.length].clone()
+        hidden = ledger.trail.hidden() if ledger.trail is not None else None
+        if hidden is not None:
+            tensors[f"ledger.{row}.hidden"] = hidden
     state = {
         "memdecay": __version__,
         "model": fingerprint(session.model),
@@ -320,6 +332,9 @@ def _restore_cache(
         for name, column in ledger.columns.items():
             _fill(column[: ledger.length], tensors[f"ledger.{row}.{name}"])
         _fill(ledger.queries[: ledger.length], tensors[f"ledger.{row}.queries"])
+        hidden = tensors.get(f"ledger.{row}.hidden")
+        if ledger.trail is not None and hidden is not None:
+            ledger.trail = ledger.trail.restored(hidden, ledger.seen)
 
 
 def _is_of(tensor: str, name: str) -> bool:

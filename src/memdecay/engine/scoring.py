@@ -93,10 +93,13 @@ class Scorer:
         ids: the tokens that are read.
         targets: offset in `ids` -> message.
         start: position of the first token.
+        chunk: at most how many targets one forward reads.
     """
 
-    def __init__(self, ids: Sequence[int], targets: Mapping[int, int], start: int) -> None:
-        self._ids, self._targets, self._start = ids, targets, start
+    def __init__(
+        self, ids: Sequence[int], targets: Mapping[int, int], start: int, *, chunk: int = 1
+    ) -> None:
+        self._ids, self._targets, self._start, self._most = ids, targets, start, chunk
         self._parts: list[Scores] = []
 
     def is_target(self, offset: int) -> bool:
@@ -108,6 +111,13 @@ class Scorer:
         return next(
             (at for at in range(offset, len(self._ids)) if at in self._targets), len(self._ids)
         )
+
+    def targets_from(self, offset: int) -> int:
+        """Return how many scored tokens from `offset` on, without a gap, one forward reads."""
+        count = 0
+        while count < self._most and offset + count in self._targets:
+            count += 1
+        return count
 
     def rows(self, offset: int, count: int) -> list[int]:
         """Return the rows of a chunk whose logits are needed: before a target, and the last."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from transformers import (
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.pins import check_pins
-from memdecay.engine.report import AppendResult, Generated, Report, Scores
+from memdecay.engine.replay import LEAD, repeat_prompt, repeat_prompts
+from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
 from memdecay.engine.scoring import Frame, Scorer, targets
 from memdecay.engine.streaming import Cancel, DroppedError, stream
 from memdecay.engine.timeline import TimelineRecorder
 from memdecay.engine.undo import Checkpoint
 from memdecay.errors import BudgetError, SessionError
-from memdecay.policy import Policy, policy_config
+from memdecay.policy import DEFAULT_POLICY, Policy, policy_config
 from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
 
@@ -72,6 +74,7 @@ class Session:
         tools: tool schemas for the chat template.
         prefill_chunk: tokens of a prompt to read at once; a quarter of the budget if that is less.
         record_timeline: record the life of every page, for `timeline`.
+        surprisal_vocabulary: for a policy that needs surprisal, see `MemDecayCache`.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -83,7 +86,7 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         *,
         budget: int | None,
-        policy: Policy | str = "memdecay",
+        policy: Policy | str = DEFAULT_POLICY,
         profile: Profile | None = None,
         page_size: int = 16,
         align: str | None = None,
@@ -94,6 +97,7 @@ class Session:
         tools: Sequence[Mapping[str, Any]] | None = None,
         prefill_chunk: int = 256,
         record_timeline: bool = False,
+        surprisal_vocabulary: int | None = 8192,
     ) -> None:
         if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int):
             raise SessionError(f"prefill_chunk is {prefill_chunk!r}, but it must be an integer.")
@@ -111,6 +115,7 @@ class Session:
             clock=clock,
             observe_every=observe_every,
             window=window,
+            surprisal_vocabulary=surprisal_vocabulary,
         )
         self.conversation = Conversation(
             tokenizer, retrievers=retrievers, tools=tools, profile=self.cache.profile
@@ -137,7 +142,12 @@ class Session:
 
     @torch.no_grad()
     def append(
-        self, messages: Sequence[Mapping[str, Any]], *, pin: bool = False, score: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        pin: bool = False,
+        score: bool = False,
+        score_chunk: int = 1,
     ) -> AppendResult:
         """Read messages: label their tokens and run them through the model, within the budget.
 
@@ -147,17 +157,27 @@ class Session:
             score: say how well the model foresees the assistant's tokens (teacher forcing): those
                 after what the template opens an answer with, up to the one that ends it. They are
                 read one by one, as decode steps.
+            score_chunk: how many of those to read by one forward. Above 1 this approximates the
+                order of events, for every policy alike: room is made before the whole chunk, then
+                the clock advances by as many decode steps (each token arrives at its own), and
+                what its last `window` queries attended to is one observation.
 
         Raises:
+            SessionError: `score_chunk` is not an integer of at least 1.
             TraceError: a message is malformed, or the chat template refuses it.
             BudgetError: the pinned tokens do not fit the budget.
-            In both cases nothing has changed. After any other exception the session is as it was
+            In these cases nothing has changed. After any other exception the session is as it was
             too, except that what was evicted stays evicted.
         """
+        if isinstance(score_chunk, bool) or not isinstance(score_chunk, int) or score_chunk < 1:
+            raise SessionError(
+                f"score_chunk is {score_chunk!r}, but it must be an integer of at least 1."
+            )
+        score_chunk = score_chunk if score else 0
         with self._alone(), self._undo() as undo:
             first = len(self.conversation.messages)
             rendered = self.conversation.append(messages)
-            scores = self._read(rendered, undo, first=first, pin=pin, score=score)
+            scores = self._read(rendered, undo, first=first, pin=pin, score_chunk=score_chunk)
         return AppendResult(len(rendered), rendered.spans, rendered.notes, scores)
 
     def check(self, messages: Sequence[Mapping[str, Any]], *, pin: bool = False) -> None:
@@ -212,6 +232,74 @@ class Session:
         with self.fork() as copy:
             copy.append([{"role": "user", "content": text}])
             return copy.generate(max_new_tokens=max_new_tokens).text
+
+    @torch.no_grad()
+    def idle(
+        self,
+        *,
+        seconds: float | None = None,
+        stop: threading.Event | None = None,
+        progress: Callable[[Idle], None] | None = None,
+    ) -> Idle:
+        """Use idle time: let the model repeat what is kept, so that the policy knows what matters.
+
+        Each kept token is repeated once, oldest first, in pieces of at most 256; a later call goes
+        on where this one stopped, and takes in what has come since. Nothing of it is stored, and
+        what the session says and counts does not change, except that a page is evicted if there
+        is no room at all to repeat in. It does nothing unless the policy needs "replay", so an
+        agent may call it whenever it waits.
+
+        Args:
+            seconds: start no piece that would end later than this, going by the piece before it.
+            stop: set it from another thread to stop before the next piece.
+            progress: called after each piece with what was done so far.
+
+        Raises:
+            SessionError: `seconds` is negative or no number.
+            A Ctrl-C undoes the piece it interrupts; the pieces before it count.
+        """
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0
+        ):
+            raise SessionError(f"seconds is {seconds!r}, but it must be at least 0, or None.")
+        start = time.monotonic()
+
+        def over(last: float) -> bool:
+            late = seconds is not None and time.monotonic() - start + last >= seconds
+            return late or (stop is not None and stop.is_set())
+
+        def done(replayed: int, interrupted: bool = False) -> Idle:
+            left = len(self.cache.unreplayed())
+            return Idle(replayed, left, interrupted, time.monotonic() - start)
+
+        with self._alone():
+            replayed, last, interrupted = 0, 0.0, False
+            while len(self.cache.unreplayed()) and not interrupted:
+                before = time.monotonic()
+                interrupted = over(last)
+                count = 0 if interrupted else self._repeat()
+                if not count:
+                    break
+                replayed, last = replayed + count, time.monotonic() - before
+                if progress is not None:
+                    progress(done(replayed))
+            return done(replayed, interrupted)
+
+    def _repeat(self) -> int:
+        """Let the model repeat the next kept tokens; returns how many, 0 if there is no room."""
+        cache = self.cache
+        prompts = repeat_prompts(self.tokenizer)
+        longest = max(len(repeat_prompt(prompts, range(LEAD))), len(repeat_prompt(prompts, ())))
+        room = cache.replay_room(longest, len(cache.unreplayed()))
+        kept = cache.ledgers[0]["position"].sort().values.tolist()
+        chosen = cache.unreplayed()[:room]
+        if not len(chosen):
+            return 0
+        lead = kept[: kept.index(int(chosen[0]))][-LEAD:]
+        ids = [self._ids[position] for position in chosen.tolist()]
+        prompt = repeat_prompt(prompts, [self._ids[position] for position in lead])
+        cache.replay(torch.tensor(ids), chosen, torch.tensor(prompt, dtype=torch.int64))
+        return len(ids)
 
     # Pins
 
@@ -381,9 +469,12 @@ class Session:
     # Reading
 
     def _read(
-        self, rendered: Rendered, undo: _Undo, *, first: int, pin: bool, score: bool
+        self, rendered: Rendered, undo: _Undo, *, first: int, pin: bool, score_chunk: int
     ) -> Scores | None:
-        """Run labelled tokens; `first` is the index of the first new message."""
+        """Run labelled tokens; `first` is the index of the first new message.
+
+        `score_chunk` is 0 if nothing is to be scored.
+        """
         if not rendered.ids:
             return None
         pins = self._pins(rendered, first=first, pin=pin)
@@ -398,14 +489,14 @@ class Session:
                 )
                 start = end
         wanted = {}
-        if score:
+        if score_chunk:
             roles = {
                 index: message["role"]
                 for index, message in enumerate(self.conversation.messages)
                 if index >= first
             }
             wanted = targets(rendered, roles, self._framing(), self._ends())
-        scorer = Scorer(rendered.ids, wanted, self.cache.seen)
+        scorer = Scorer(rendered.ids, wanted, self.cache.seen, chunk=score_chunk)
         self._run(rendered.ids, scorer)
         for name in rendered.regions:
             self._seen_by_region[name] += 1
@@ -422,8 +513,9 @@ class Session:
     def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
         """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
 
-        A scored token was once written by a model, so the clock and the policy treat it as such.
-        A policy that never evicts learns nothing from that, and reads everything by chunks.
+        A scored token was once written by a model, so the clock and the policy treat it as such,
+        and several of one forward as so many decode steps. A policy that never evicts learns
+        nothing from that, and reads everything by chunks.
         """
         device = self.model.device
         decode = scorer is not None and self.cache.policy.bounded
@@ -434,8 +526,11 @@ class Session:
             while offset < len(ids):
                 count = min(self._chunk(), len(ids) - offset)
                 if scorer is not None and decode:
-                    count = min(count, scorer.next_target(offset) - offset) or 1
-                    self.cache.prefilling = not scorer.is_target(offset)
+                    count = min(count, scorer.next_target(offset) - offset) or min(
+                        count, scorer.targets_from(offset)
+                    )
+                    self.cache.stepping = scorer.is_target(offset)
+                    self.cache.prefilling = not self.cache.stepping
                 else:
                     self.cache.prefilling = True
                 rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
@@ -457,7 +552,7 @@ class Session:
                 if self._recorder is not None and self.cache.prefilling:
                     self._recorder.prefilled()
         finally:
-            self.cache.prefilling = False
+            self.cache.prefilling = self.cache.stepping = False
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next."""

@@ -36,6 +36,7 @@ class Layout:
         table: for each layer the number of its table.
         rank: for each layer how many earlier layers have the same table.
         table_windows: for each table its window; full attention comes first if there is any.
+        num_heads: query heads of a layer.
         device: of the model.
         num_kv_heads: KV heads of a layer.
         trained_positions: positions the model was trained for, if its config says.
@@ -46,6 +47,7 @@ class Layout:
     table: tuple[int, ...]
     rank: tuple[int, ...]
     table_windows: tuple[int | None, ...]
+    num_heads: int
     device: torch.device
     num_kv_heads: int
     trained_positions: int | None
@@ -85,6 +87,7 @@ def check_supported(model: PreTrainedModel) -> Layout:
         table=table,
         rank=rank,
         table_windows=table_windows,
+        num_heads=config.num_attention_heads,
         device=model.device,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         trained_positions=positions,

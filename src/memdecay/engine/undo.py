@@ -66,7 +66,7 @@ class Checkpoint:
         """Make the cache what it was, except that evicted tokens stay evicted (mutates it)."""
         cache = self._cache
         cache.forget_labels()
-        cache.prefilling = False
+        cache.prefilling = cache.stepping = False
         cache._running = cache._rollback_point = None
         if self._ledger is None:
             counted = {name: getattr(cache, name) for name in _EVICTIONS}

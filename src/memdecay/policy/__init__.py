@@ -5,9 +5,16 @@ The algorithm of the paper is `memdecay.policy.retention` (equations 2-4) and
 """
 
 from memdecay.policy.base import HeadPolicy, Policy, Tokens
-from memdecay.policy.registry import available, from_config, get_policy, policy_config
+from memdecay.policy.registry import (
+    DEFAULT_POLICY,
+    available,
+    from_config,
+    get_policy,
+    policy_config,
+)
 
 __all__ = [
+    "DEFAULT_POLICY",
     "HeadPolicy",
     "Policy",
     "Tokens",

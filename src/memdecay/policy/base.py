@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from memdecay.errors import PolicyError
 from memdecay.regions import Profile
 
-NEEDS = frozenset({"attention", "labels", "replay"})
-"""What a policy may ask for; `replay` is reserved for a later engine."""
+NEEDS = frozenset({"attention", "heads", "labels", "replay", "surprisal"})
+"""What a policy may ask for; see `Policy.needs`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Tokens:
         head_state: its own columns by head, name -> (num_layers, num_kv_heads, kv_len) float32.
         held: (num_layers, num_kv_heads, kv_len) bool, which heads keep the token; each token is
             kept by one at least. None where all heads keep the same tokens.
+        surprisal: (kv_len,) float32, -log p of the token in nats, given what was kept when it was
+            read; 0 where that is unknown (the first token, a token that is just arriving, input
+            embeddings) and for a policy that does not need "surprisal".
+        replayed: (kv_len,) bool, whether the token has been repeated to the model (`on_replay`).
     """
 
     position: Tensor
@@ -45,6 +50,16 @@ class Tokens:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     head_state: Mapping[str, Tensor] = field(default_factory=dict)
     held: Tensor | None = None
+    surprisal: Tensor = field(default=None)  # type: ignore[assignment]
+    replayed: Tensor = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Say "unknown" and "not yet" where nothing is said, at the cost of no memory."""
+        zero = self.position.new_zeros((), dtype=torch.float32).expand(self.position.shape)
+        if self.surprisal is None:
+            object.__setattr__(self, "surprisal", zero)
+        if self.replayed is None:
+            object.__setattr__(self, "replayed", zero > 0)
 
     @property
     def kv_len(self) -> int:
@@ -74,7 +89,9 @@ class Policy(abc.ABC):
     summary: ClassVar[str]
     """One line, for `memdecay policies` and the docs."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Of "attention" (then `observe` is called) and "labels" (then pinned regions are held)."""
+    """Of "attention" (then `observe` is called), "labels" (then pinned regions are held),
+    "surprisal" (then `Tokens.surprisal` is filled), "heads" (then `observe_heads` is called) and
+    "replay" (then `on_replay` is called)."""
     bounded: ClassVar[bool] = True
     """False for a policy that never evicts and so runs without a budget."""
     columns: ClassVar[Mapping[str, float]] = {}
@@ -112,6 +129,51 @@ class Policy(abc.ABC):
             column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
             by head; columns left out stay as they are. It may be an argument itself, so the
             caller copies.
+        """
+        return {}
+
+    def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
+        """Return the (layer, query head) to watch at every query; asked if it needs "heads"."""
+        return ()
+
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        """Return the columns after a forward in which the heads were watched; nothing is mutated.
+
+        Args:
+            tokens: all kept tokens, those of this forward too.
+            peak: (len(heads), kv_len) float32, the most attention that a query of this forward,
+                other than the token's own, gave to each token in each watched head.
+            profile: the region policies.
+
+        Returns:
+            column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
+            by head; columns left out stay as they are. It may be an argument itself, so the
+            caller copies.
+        """
+        return {}
+
+    def on_replay(
+        self, tokens: Tokens, attention: Tensor, profile: Profile
+    ) -> Mapping[str, Tensor]:
+        """Return the columns after some kept tokens were repeated; nothing is mutated.
+
+        In idle time the model repeats what is kept, piece by piece, and what it looks at to do so
+        is what it would miss. This is called once a piece, with the attention of that piece alone:
+        combine it with a column of your own, such as `torch.maximum(tokens.state["seen"], ...)`.
+
+        Args:
+            tokens: all kept tokens; `replayed` does not count this piece yet.
+            attention: (num_layers, num_heads, kv_len) float32, the most attention that a query of
+                the piece gave to each kept token in each query head. The queries also see their
+                own piece, so a query's shares of the kept sum to below 1. A layer or head that
+                does not hold a token gives it 0.
+            profile: the region policies.
+
+        Returns:
+            column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
+            by head, for which the query heads of a KV head are next to each other:
+            `attention.unflatten(1, (num_kv_heads, -1)).amax(2)`. Columns left out stay as they
+            are. It may be an argument itself, so the caller copies.
         """
         return {}
 

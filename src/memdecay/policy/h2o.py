@@ -16,8 +16,8 @@ from memdecay.regions import Profile
 class H2O(Policy):
     """Keep the tokens that have received the most attention, and a recent window.
 
-    Attention is accumulated over the same observations that memdecay gets, as in the paper
-    (section IV-C); the original sums every query of the prompt, per head.
+    Attention is accumulated over the same observations that memdecay-paper gets, as in the
+    paper (section IV-C); the original sums every query of the prompt, per head.
 
     Args:
         recent: most recent tokens that stay; they have not had the time to accumulate.

@@ -99,7 +99,7 @@ def sample(
     For a `per_head` policy it has 3 layers of 2 KV heads, which lack some of the tokens each.
 
     Args:
-        policy: its columns are filled by its own `on_insert` and `observe`.
+        policy: its columns are filled by its own `on_insert`, `observe` and `on_replay`.
         kept_pages: number of pages; the last one is half full.
         page_size: tokens a page.
         seed: which cache.
@@ -134,6 +134,10 @@ def sample(
             name: torch.full(held.shape, value) for name, value in policy.head_columns.items()
         }
         tokens = dataclasses.replace(tokens, held=held, head_state=by_head)
+    luck = torch.Generator().manual_seed(seed)
+    if "surprisal" in policy.needs:
+        surprisal = -torch.rand(len(position), generator=luck).log()
+        tokens = dataclasses.replace(tokens, surprisal=surprisal.masked_fill(position == 0, 0))
     profile = Profile.default()
     tokens = _with(tokens, policy, policy.on_insert(tokens))
     for _ in range(3):
@@ -141,6 +145,11 @@ def sample(
         columns = policy.observe(tokens, mass / mass.sum(), profile)
         tokens = dataclasses.replace(
             _with(tokens, policy, columns), num_observed=tokens.num_observed + 1
+        )
+    for part in range(2 if "replay" in policy.needs else 0):
+        columns = policy.on_replay(tokens, _replay(tokens, luck), profile)
+        tokens = dataclasses.replace(
+            _with(tokens, policy, columns), replayed=tokens.replayed | (position % 3 == part)
         )
     numbers, page_index = torch.unique(position // page_size, return_inverse=True)
     pinned = torch.zeros(len(position), dtype=torch.bool)
@@ -167,12 +176,13 @@ def check_score(policy: Policy) -> None:
 
 
 def check_columns(policy: Policy) -> None:
-    """`on_insert` and `observe` return only declared columns, one float32 a token, or by head."""
+    """What hooks return are declared columns, one float32 a token, or one a token and head."""
     case = sample(policy)
     mass = torch.full_like(case.tokens.inserted_at, 1 / case.tokens.kv_len)
     inserted = policy.on_insert(case.tokens)
     observed = policy.observe(case.tokens, mass, case.profile)
-    for columns in (inserted, observed):
+    replayed = policy.on_replay(case.tokens, _replay(case.tokens), case.profile)
+    for columns in (inserted, observed, replayed):
         declared = {*policy.columns, *policy.head_columns}
         assert set(columns) <= declared, f"{set(columns)} were not declared"
         for name, column in columns.items():
@@ -203,12 +213,15 @@ def check_pure(policy: Policy) -> None:
     """Nothing that a policy is given is changed."""
     case = sample(policy)
     mass = torch.rand(case.tokens.kv_len, generator=torch.Generator().manual_seed(1))
-    inputs = [mass, case.page_index, case.pinned, *case.tokens.state.values()]
+    attention = _replay(case.tokens)
+    inputs = [mass, attention, case.page_index, case.pinned, *case.tokens.state.values()]
+    inputs += case.tokens.head_state.values()
     inputs += [value for value in vars(case.tokens).values() if isinstance(value, Tensor)]
     before = [value.clone() for value in inputs]
     config = json.dumps(policy_config(policy))
     policy.on_insert(case.tokens)
     policy.observe(case.tokens, mass, case.profile)
+    policy.on_replay(case.tokens, attention, case.profile)
     policy.score(case.tokens, case.profile)
     policy.protected(case.tokens, case.profile)
     if policy.bounded:
@@ -374,6 +387,13 @@ def _with(tokens: Tokens, policy: Policy, columns: Mapping[str, Tensor]) -> Toke
         state={**tokens.state, **by_token},
         head_state={**tokens.head_state, **by_head},
     )
+
+
+def _replay(tokens: Tokens, dice: torch.Generator | None = None) -> Tensor:
+    """Return (num_layers, num_heads, kv_len), what a replay may have observed by query head."""
+    dice = torch.Generator().manual_seed(2) if dice is None else dice
+    most = torch.rand(_LAYERS, 2 * _HEADS, tokens.kv_len, generator=dice) ** 4
+    return most if tokens.held is None else most * tokens.held.repeat_interleave(2, 1)
 
 
 def _held(policy: Policy, case: Sample) -> Tensor:

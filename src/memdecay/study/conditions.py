@@ -10,7 +10,7 @@ from typing import Any
 from memdecay.policy import get_policy
 from memdecay.policy.registry import available
 
-PAPER = ("full", "random", "streaming", "h2o", "memdecay")
+PAPER = ("full", "random", "streaming", "h2o", "memdecay-paper")
 """The policies of the paper's study (section IV-C)."""
 GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise")
 BUDGETS = (0.5, 0.25)
@@ -73,9 +73,9 @@ def conditions(groups: tuple[str, ...] = GROUPS) -> list[Condition]:
     return [condition for condition in made if condition.group in groups]
 
 
-def _memdecay(name: str, group: str, **changes: Any) -> Condition:
+def _memdecay_paper(name: str, group: str, **changes: Any) -> Condition:
     """The paper's setting: pages of 16, calibrated rates, system pinned."""
-    return Condition(name, group, "memdecay", **{"page_size": 16, **changes})
+    return Condition(name, group, "memdecay-paper", **{"page_size": 16, **changes})
 
 
 def _paper() -> list[Condition]:
@@ -87,7 +87,7 @@ def _paper() -> list[Condition]:
         ),
         Condition("streaming", "paper", "streaming"),
         Condition("h2o", "paper", "h2o"),
-        _memdecay("memdecay", "paper"),
+        _memdecay_paper("memdecay-paper", "paper"),
     ]
 
 
@@ -95,7 +95,7 @@ def _policies() -> list[Condition]:
     """Every other policy that is installed, third parties' too."""
     others = [name for name in available() if name not in PAPER]
     made = [Condition(name, "policy", name, page_size=16 if _pages(name) else 1) for name in others]
-    return [*made, _memdecay("memdecay[rates=default]", "policy", rates="default")]
+    return [*made, _memdecay_paper("memdecay-paper[rates=default]", "policy", rates="default")]
 
 
 def _pages(name: str) -> bool:
@@ -105,29 +105,36 @@ def _pages(name: str) -> bool:
 
 def _controls() -> list[Condition]:
     return [
-        *(_memdecay("shuffled", "control", labels="shuffled", seed=seed) for seed in RANDOM_SEEDS),
+        *(
+            _memdecay_paper("shuffled", "control", labels="shuffled", seed=seed)
+            for seed in RANDOM_SEEDS
+        ),
         Condition("oracle", "control", "oracle"),
         # What pins alone do: the same baselines with the same protected pages.
         Condition("streaming+pins", "control", "streaming", page_size=16, pinned=True),
         Condition("h2o+pins", "control", "h2o", page_size=16, pinned=True),
         # The paper's baselines and policy saw a burst of 8 steps before the eviction, no more.
         Condition("h2o[observed=burst]", "control", "h2o", last=8),
-        _memdecay("memdecay[observed=burst]", "control", last=8),
+        _memdecay_paper("memdecay-paper[observed=burst]", "control", last=8),
     ]
 
 
 def _ablation() -> list[Condition]:
-    """Section IV-D: α and pinning, everything else fixed; α = 0.5 with pins is `memdecay`."""
+    """Section IV-D: α and pinning, everything else fixed; α = 0.5 with pins is `memdecay-paper`."""
     return [
-        _memdecay("memdecay[attention_weight=0.2]", "ablation", params={"attention_weight": 0.2}),
-        _memdecay("memdecay[attention_weight=0.8]", "ablation", params={"attention_weight": 0.8}),
-        _memdecay("memdecay[pinned=no]", "ablation", pinned=False),
+        _memdecay_paper(
+            "memdecay-paper[attention_weight=0.2]", "ablation", params={"attention_weight": 0.2}
+        ),
+        _memdecay_paper(
+            "memdecay-paper[attention_weight=0.8]", "ablation", params={"attention_weight": 0.8}
+        ),
+        _memdecay_paper("memdecay-paper[pinned=no]", "ablation", pinned=False),
     ]
 
 
 def _sweeps() -> list[Condition]:
     def swept(parameter: str, value: Any, **changes: Any) -> Condition:
-        return _memdecay(f"memdecay[{parameter}={value}]", "sweep", **changes)
+        return _memdecay_paper(f"memdecay-paper[{parameter}={value}]", "sweep", **changes)
 
     def param(parameter: str, shown: Any, value: Any) -> Condition:
         return swept(parameter, shown, params={parameter: value})
@@ -145,8 +152,12 @@ def _sweeps() -> list[Condition]:
 
 def _noise() -> list[Condition]:
     return [
-        _memdecay(
-            f"memdecay[label_noise={share:g}]", "noise", labels="noise", noise=share, seed=seed
+        _memdecay_paper(
+            f"memdecay-paper[label_noise={share:g}]",
+            "noise",
+            labels="noise",
+            noise=share,
+            seed=seed,
         )
         for share in (0.05, 0.2, 0.5)
         for seed in RANDOM_SEEDS

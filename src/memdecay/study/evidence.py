@@ -188,7 +188,7 @@ def weigh(
 
 
 def parameters(policy: str) -> dict[str, Any]:
-    """Return what a display name says was changed: `memdecay[page_size=8]` -> {"page_size": 8}."""
+    """Return what a display name says was changed: `h2o[page_size=8]` -> {"page_size": 8}."""
     found = re.fullmatch(r"[^\[]*\[(.*)\]", policy)
     if not found:
         return {}

@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from memdecay.calibration.figure import draw as draw_curves
 from memdecay.policy import retention
-from memdecay.policy.memdecay import MemDecay
+from memdecay.policy.memdecay_paper import MemDecayPaper
 from memdecay.regions import Profile
 from memdecay.study.evidence import Evidence, base_value, parameters
 from memdecay.study.statistics import BASE, NON_SYSTEM
@@ -245,7 +245,7 @@ def _cells(evidence: Evidence, policy: str) -> list[dict[str, Any]]:
 
 def _scores(region: str, refreshed: int | None) -> list[float]:
     """Return s of one token at each age, by the functions that the engine itself calls."""
-    policy, profile = MemDecay(), Profile.default()
+    policy, profile = MemDecayPaper(), Profile.default()
     base_priority, decay_rate, _ = (one[profile.id(region)] for one in profile.tensors())
     tau = retention.threshold(policy.refresh_threshold, _CONTEXT)
     importance, clock = torch.zeros(1), torch.zeros(1)

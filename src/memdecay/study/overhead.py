@@ -24,7 +24,7 @@ def measure_overhead(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recording: Recording
 ) -> dict[str, Any]:
     """Return times in milliseconds, and how much faster asking in batches is."""
-    cache = MemDecayCache(model, budget=None, policy="memdecay")
+    cache = MemDecayCache(model, budget=None, policy="memdecay-paper")
     ids = torch.tensor([recording.tape.ids], device=model.device)
     began = time.perf_counter()
     with torch.no_grad():

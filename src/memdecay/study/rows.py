@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from memdecay.errors import StudyError
+from memdecay.provenance import commit, versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,13 +53,13 @@ SCHEMA = pa.schema(
 """Columns of a row: `docs/study.md` says what each means."""
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema = SCHEMA) -> None:
     """Write rows to a file that is either complete or not there.
 
     Raises:
         StudyError: the folder cannot be written.
     """
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
@@ -79,6 +82,30 @@ def write_whole(path: Path, write: Any) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(partial)
+
+
+def rows_of(path: Path, *columns: str) -> list[dict[str, Any]]:
+    """Return the rows of one file, none if there is no file yet.
+
+    Raises:
+        StudyError: it is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(columns) or None).to_pylist()
+    except (pa.ArrowException, OSError):
+        raise StudyError(f"{str(path)!r} is damaged; remove it, and it is made again.") from None
+    return rows
+
+
+def made_by() -> dict[str, str]:
+    """Return what each row says of its making: versions, commit, date."""
+    return {
+        "versions": json.dumps(versions("tokenizers"), sort_keys=True),
+        "commit": commit() or "",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
 
 
 def read_rows(folder: Path) -> pd.DataFrame:

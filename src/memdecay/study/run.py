@@ -6,21 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, Protocol, TypeVar
 
 from memdecay.calibration.curves import load_curves
 from memdecay.calibration.fit import fit
 from memdecay.calibration.profile import calibrated
 from memdecay.errors import StudyError
-from memdecay.provenance import commit, versions
 from memdecay.regions import Profile
 from memdecay.study.conditions import Condition, conditions
-from memdecay.study.rows import write_rows, write_whole
+from memdecay.study.rows import made_by, rows_of, write_rows, write_whole
 from memdecay.study.scenario import Episode, load_episodes
 from memdecay.study.settings import Setting
 
@@ -52,10 +47,21 @@ Advance = Callable[[str, float], None]
 """Is told of which kind of task how much was done, in episodes."""
 
 
+class Work(Protocol):
+    """What workers can do: a `Task`, or one of another study."""
+
+    @property
+    def kind(self) -> str:
+        """What is to be done."""
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
 class Workers(Protocol):
     """Whoever does tasks, in whatever order, here or elsewhere."""
 
-    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+    def results(self, tasks: Sequence[AnyWork], advance: Advance) -> Iterator[tuple[AnyWork, Any]]:
         """Yield each task with its result as it is done."""
 
 
@@ -106,7 +112,7 @@ def run_setting(
         write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
     _check_curves(folder)
     profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
-    made_by = _provenance()
+    provenance = made_by()
     tasks = []
     for episode in episodes:
         done = _done(_rows(folder, episode))
@@ -114,11 +120,11 @@ def run_setting(
         if missing:
             own = {"calibrated": profiles[episode.scenario], "default": Profile.default()}
             plain = {name: profile.to_dict() for name, profile in own.items()}
-            tasks.append(Task("ask", setting, episode, tuple(missing), plain, made_by))
+            tasks.append(Task("ask", setting, episode, tuple(missing), plain, provenance))
     advance("ask", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         path = _rows(folder, task.episode)
-        before = _table(path)
+        before = rows_of(path)
         # Another run into this folder may have asked the same meanwhile.
         there = {(row["policy"], row["condition"]) for row in before}
         new = [row for row in made if (row["policy"], row["condition"]) not in there]
@@ -243,14 +249,6 @@ def _config(setting: Setting, episodes: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
-def _provenance() -> dict[str, str]:
-    return {
-        "versions": json.dumps(versions("tokenizers"), sort_keys=True),
-        "commit": commit() or "",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }
-
-
 def _rows(folder: Path, episode: Episode) -> Path:
     return folder / "rows" / f"{episode.name}.parquet"
 
@@ -260,22 +258,7 @@ def _key(condition: Condition) -> tuple[str, str]:
 
 
 def _done(path: Path) -> set[tuple[str, str]]:
-    return {(row["policy"], row["condition"]) for row in _table(path, "policy", "condition")}
-
-
-def _table(path: Path, *columns: str) -> list[dict[str, Any]]:
-    """Return the rows of an episode's file, none if there is no file yet.
-
-    Raises:
-        StudyError: it is damaged.
-    """
-    if not path.exists():
-        return []
-    try:
-        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(columns) or None).to_pylist()
-    except (pa.ArrowException, OSError):
-        raise StudyError(f"{str(path)!r} is damaged; remove it, and it is made again.") from None
-    return rows
+    return {(row["policy"], row["condition"]) for row in rows_of(path, "policy", "condition")}
 
 
 def _writer(content: bytes) -> Callable[[str], Any]:

@@ -20,7 +20,7 @@ stats: Any = scipy.stats
 RESAMPLES = 10_000
 SEED = 0
 LEVEL = 0.95
-BASE = "memdecay"
+BASE = "memdecay-paper"
 """The policy that the study is about; every other one is compared with it."""
 ALL = "all"
 NON_SYSTEM = "non_system"

@@ -23,20 +23,25 @@ from memdecay.errors import StudyError
 from memdecay.regions import Profile
 from memdecay.study.episode_rows import episode_rows, exported, straddle_share
 from memdecay.study.recording import record, regions_of, script_of
-from memdecay.study.run import Advance, Task
+from memdecay.study.run import Advance, AnyWork, Task, Work
 from memdecay.study.scenario import load_episodes
+from memdecay.study.trace_play import TraceTask, do_trace
 
 _models: dict[tuple[str, str, str], Any] = {}
 
 
-def do(task: Task, advance: Callable[[float], None] = lambda share: None) -> Any:
+def do(task: Work, advance: Callable[[float], None] = lambda share: None) -> Any:
     """Do a task in this process; the model stays loaded for the next one.
 
     Returns:
         "measure": the bytes of a file of curves; "ask": rows; "export": what peers need;
         "straddle": the mean share of pages that straddle regions; "overhead": what
-        `measure_overhead` says.
+        `measure_overhead` says. For a `TraceTask` what `do_trace` returns.
     """
+    if isinstance(task, TraceTask):
+        model, tokenizer = _model(task.run.model, task.run.dtype)
+        return do_trace(model, tokenizer, task, advance)
+    assert isinstance(task, Task)
     setting, episode = task.setting, task.episode
     model, tokenizer = _model(setting.model, setting.dtype)
     if task.kind == "measure":
@@ -91,7 +96,7 @@ def _model(name: str, dtype: str) -> Any:
 class Here:
     """Does one task after the other in this process."""
 
-    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+    def results(self, tasks: Sequence[AnyWork], advance: Advance) -> Iterator[tuple[AnyWork, Any]]:
         """Yield each task with its result."""
         for task in tasks:
             yield task, do(task, lambda share, kind=task.kind: advance(kind, share))  # type: ignore[misc]
@@ -111,7 +116,7 @@ class Processes:
         check_jobs(jobs)
         self.jobs = jobs
 
-    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+    def results(self, tasks: Sequence[AnyWork], advance: Advance) -> Iterator[tuple[AnyWork, Any]]:
         """Yield each task with its result, as they are done; told of progress meanwhile."""
         if not tasks:
             return
@@ -121,7 +126,9 @@ class Processes:
             min(self.jobs, len(tasks)), context, initializer=_start, initargs=(told,)
         )
         try:
-            waiting: dict[Future[Any], Task] = {pool.submit(_do_told, task): task for task in tasks}
+            waiting: dict[Future[Any], AnyWork] = {
+                pool.submit(_do_told, task): task for task in tasks
+            }
             while waiting:
                 done, _ = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 with contextlib.suppress(queue.Empty):
@@ -159,7 +166,7 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _do_told(task: Task) -> Any:
+def _do_told(task: Work) -> Any:
     return do(task, lambda share: _told.put((task.kind, share)))
 
 
@@ -198,7 +205,7 @@ class Ray:
         self._ray = ray
         self._do = ray.remote(num_cpus=cpus, num_gpus=gpus)(do)
 
-    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+    def results(self, tasks: Sequence[AnyWork], advance: Advance) -> Iterator[tuple[AnyWork, Any]]:
         """Yield each task with its result, as they are done."""
         waiting = {self._do.remote(task): task for task in tasks}
         try:

@@ -1,4 +1,4 @@
-"""MemDecay: region priors that decay, reset by attention (section III of the paper)."""
+"""The paper's MemDecay: region priors that decay, reset by attention (section III of the paper)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TWICE_UNIFORM = Scaled(2.0)
 
 
 @dataclass(frozen=True)
-class MemDecay(Policy):
+class MemDecayPaper(Policy):
     """The paper's policy: Algorithm 1 with the score of equation (4).
 
     Args:
@@ -34,7 +34,7 @@ class MemDecay(Policy):
         PolicyError: a parameter is outside its range.
     """
 
-    name: ClassVar[str] = "memdecay"
+    name: ClassVar[str] = "memdecay-paper"
     summary: ClassVar[str] = "region priors that decay, refreshed by attention; the paper"
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "labels"})
     columns: ClassVar[Mapping[str, float]] = {"importance": 0.0, "refreshed_at": 0.0}
@@ -89,7 +89,7 @@ def _threshold(value: Any) -> float | Scaled:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not 0 <= number < math.inf:
         raise PolicyError(
-            f"refresh_threshold of policy 'memdecay' is {value!r}, but it must be a finite number "
-            f"of at least 0, or Scaled(c) with such a number."
+            f"refresh_threshold of policy {MemDecayPaper.name!r} is {value!r}, but it must be a "
+            f"finite number of at least 0, or Scaled(c) with such a number."
         )
     return value if isinstance(value, Scaled) else float(number)

@@ -1,0 +1,112 @@
+"""Heads whose attention foretells which tokens a later question needs, measured by calibration.
+
+Most of a model's attention says little about what an old token will be worth. A few heads tell:
+what they have looked at, later text asks for. Calibration finds them by how well the most
+attention that a token got there ranks the facts of its episodes above all other tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from memdecay.errors import ProfileError
+
+FLOOR = 1e-4
+"""ε, a share of one query's attention below which there is no difference."""
+READ, REPLAY = "read", "replay"
+"""When a head is watched: while the tokens are read, or while the model repeats them."""
+SETS = ("read", "replay")
+"""Which policy a set of heads is for: one that only reads, or one that may also replay."""
+
+
+@dataclass(frozen=True)
+class EvidenceHead:
+    """One attention head, and how to read what it says.
+
+    Args:
+        layer: its layer.
+        head: the query head in that layer.
+        when: "read" or "replay".
+        weight: its share in the evidence, above 0.
+        mean: of log(ε + peak) over the tokens of the calibration's episodes.
+        std: likewise, above 0.
+
+    Raises:
+        ProfileError: a value is out of range.
+    """
+
+    layer: int
+    head: int
+    when: str
+    weight: float
+    mean: float
+    std: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no calibration writes."""
+        for name in ("layer", "head"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ProfileError(
+                    f"{name} of an evidence head is {value!r}, but it must be an integer of at "
+                    f"least 0."
+                )
+        if self.when not in (READ, REPLAY):
+            raise ProfileError(
+                f"when of an evidence head is {self.when!r}, but it must be {READ} or {REPLAY}."
+            )
+        for name in ("weight", "mean", "std"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            positive = name == "mean" or (number and value > 0)
+            if not number or not math.isfinite(value) or not positive:
+                allowed = "a finite number" if name == "mean" else "a finite number above 0"
+                raise ProfileError(
+                    f"{name} of an evidence head is {value!r}, but it must be {allowed}."
+                )
+            object.__setattr__(self, name, float(value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its fields, as plain values."""
+        return asdict(self)
+
+
+Evidence = Mapping[str, tuple[EvidenceHead, ...]]
+"""For each of `SETS` its heads."""
+
+
+def check_evidence(data: object) -> dict[str, tuple[EvidenceHead, ...]]:
+    """Read sets of heads, as objects or as a profile file holds them; empty sets are left out.
+
+    Raises:
+        ProfileError: it is not a mapping of sets to lists of heads with exactly the fields of
+            `EvidenceHead`, or a set for reading has a head that is watched at replay.
+    """
+    if not isinstance(data, Mapping) or not set(data) <= set(SETS):
+        raise ProfileError(
+            f"evidence is {data!r}, but it must be a mapping of {' and '.join(SETS)} to heads."
+        )
+    made = {}
+    for name, heads in data.items():
+        if not isinstance(heads, Sequence) or isinstance(heads, str):
+            raise ProfileError(f"evidence.{name} is {heads!r}, but it must be a list of heads.")
+        made[str(name)] = tuple(
+            one if isinstance(one, EvidenceHead) else _head(one, str(name)) for one in heads
+        )
+    if any(head.when == REPLAY for head in made.get("read", ())):
+        raise ProfileError("evidence.read has a head for replay, but it is for reading alone.")
+    return {name: heads for name, heads in made.items() if heads}
+
+
+def _head(data: object, name: str) -> EvidenceHead:
+    allowed = [field.name for field in fields(EvidenceHead)]
+    if not isinstance(data, Mapping) or set(data) != set(allowed):
+        given = ", ".join(map(str, data)) if isinstance(data, Mapping) else repr(data)
+        raise ProfileError(
+            f"A head of evidence.{name} has {given or 'nothing'}, but it must have "
+            f"{', '.join(allowed)}."
+        )
+    return EvidenceHead(**{str(key): value for key, value in data.items()})

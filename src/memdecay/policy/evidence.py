@@ -1,0 +1,76 @@
+"""How much a token will be needed, as a few attention heads foretell it; one function an equation.
+
+Nothing here mutates its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memdecay.evidence import FLOOR, EvidenceHead
+
+CLIP = 3.0
+"""Standard deviations beyond which a head's say does not grow."""
+REACH = 2
+"""Positions to each side that share their evidence: a fact is more than one token."""
+
+
+def peak(before: Tensor, now: Tensor) -> Tensor:
+    """Remember the most attention that a token ever got from another one: m ← max(m, A).
+
+    Not an average: a fact that one later sentence looked at once is worth keeping, however many
+    queries passed it by.
+
+    Args:
+        before: m, (kv_len,) float32, share of one query's attention.
+        now: A, (kv_len,) float32, likewise, the highest of the new queries.
+    """
+    return torch.maximum(before, now)
+
+
+def evidence(peaks: Sequence[Tensor], heads: Sequence[EvidenceHead]) -> Tensor:
+    """Return what the heads say together: e = Σ w_h z_h / Σ w_h, z_h = (log(ε + m_h) - μ_h) / σ_h.
+
+    The logarithm makes heads comparable that give much and heads that give little; a z beyond
+    ±3 counts as 3, so that no single head decides.
+
+    Args:
+        peaks: m_h, for each head (kv_len,) float32.
+        heads: their weights, means and deviations, from calibration.
+
+    Returns:
+        (kv_len,) float32, about 0 for an ordinary token.
+    """
+    total = torch.zeros_like(peaks[0])
+    for one, head in zip(peaks, heads, strict=True):
+        said = (one + FLOOR).log_().sub_(head.mean).div_(head.std).clamp_(-CLIP, CLIP)
+        total.add_(said, alpha=head.weight)
+    return total / sum(head.weight for head in heads)
+
+
+def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
+    """Average over kept neighbours: e_i ← mean of e_j over |p_j - p_i| ≤ reach.
+
+    A value of several tokens is lost with its weakest one; what surrounds it is what a question
+    finds it by.
+
+    Args:
+        value: e, (kv_len,) float32.
+        position: p, (kv_len,) int64, distinct, in any order.
+        reach: positions to each side.
+    """
+    order = torch.argsort(position)
+    sorted_value, sorted_position = value[order], position[order]
+    total, count = sorted_value.clone(), torch.ones_like(value)
+    for offset in range(1, min(reach, len(value) - 1) + 1):
+        near = (sorted_position[offset:] - sorted_position[:-offset] <= reach).float()
+        total[offset:] += near * sorted_value[:-offset]
+        total[:-offset] += near * sorted_value[offset:]
+        count[offset:] += near
+        count[:-offset] += near
+    averaged = torch.empty_like(value)
+    averaged[order] = total / count
+    return averaged
