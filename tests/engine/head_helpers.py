@@ -138,11 +138,13 @@ def head_oracle(
     events: Sequence[tuple[int, list[list[Tensor]]]],
     *,
     attention: bool = False,
+    by_head: bool = False,
 ) -> Tensor:
     """One forward over the full sequence, each head hiding what it lost from then on.
 
     Returns:
-        Logits, `(length, vocab)`; with `attention` who looks at whom, averaged over layers, heads.
+        Logits, `(length, vocab)`; with `attention` who looks at whom, averaged over layers and
+        heads, or `by_head`, `(layers, heads, length, length)`.
     """
     length = ids.shape[1]
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -181,7 +183,10 @@ def head_oracle(
         model.set_attn_implementation(own)
         for handle in handles:
             handle.remove()
-    return torch.stack(out.attentions).mean((0, 1, 2)) if attention else out.logits[0]
+    if not attention:
+        return out.logits[0]
+    every = torch.stack(out.attentions)[:, 0]
+    return every if by_head else every.mean((0, 1))
 
 
 def head_state(cache: MemDecayCache) -> dict[str, Tensor]:
