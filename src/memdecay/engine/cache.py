@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from memdecay.engine.watch import Watch
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
+
+if TYPE_CHECKING:
+    from memdecay.engine.head_cache import HeadCache
 
 _FIRST_CAPACITY = 256
 _MOST_AT_ONCE = 8192
@@ -190,6 +193,19 @@ class MemDecayCache(AttachedCache):
         BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
     """
 
+    by_head: ClassVar[bool] = False
+    """Whether each KV head of each layer keeps its own tokens; then this is a `HeadCache`."""
+    forward_type: ClassVar[type[Forward]] = Forward
+
+    def __new__(cls, *args: Any, policy: Any = DEFAULT_POLICY, **kwargs: Any) -> MemDecayCache:
+        """Return a `HeadCache` for a policy by which each head keeps its own tokens."""
+        policy = get_policy(policy) if isinstance(policy, str) else policy
+        if cls is MemDecayCache and getattr(policy, "per_head", False):
+            from memdecay.engine.head_cache import HeadCache
+
+            return super().__new__(HeadCache)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -323,21 +339,28 @@ class MemDecayCache(AttachedCache):
         Raises:
             SessionError: outside a forward of the model that this cache was made for.
         """
+        pool = self._store(key_states, value_states, layer_idx)
+        if pool is None:
+            return key_states, value_states
+        width = self.table_of(layer_idx).width
+        return pool.keys(width), pool.values(width)
+
+    def _store(self, keys: Tensor, values: Tensor, layer: int) -> KVPool | None:
+        """Store a layer's new keys and values; None in a replay, of which nothing is stored."""
         forward = self._running
         if forward is None:
             raise SessionError(
                 "A MemDecayCache is filled only by a forward of the model it was made for."
             )
         if isinstance(forward, ReplayForward):
-            forward.layer = layer_idx
-            return key_states, value_states
-        if layer_idx == len(self.pools):
-            self._make_pool(key_states, value_states, layer_idx)
-        forward.layer = layer_idx
-        table = self.table_of(layer_idx)
-        pool = self.pools[layer_idx]
-        pool.write(forward.writes[table.window], key_states, value_states)
-        return pool.keys(table.width), pool.values(table.width)
+            forward.layer = layer
+            return None
+        if layer == len(self.pools):
+            self._make_pool(keys, values, layer)
+        forward.layer = layer
+        pool = self.pools[layer]
+        pool.write(forward.writes[self.table_of(layer).window], keys, values)
+        return pool
 
     def reset(self) -> None:
         """Forget everything; the pools are freed."""
@@ -498,6 +521,11 @@ class MemDecayCache(AttachedCache):
         """Tokens kept of a sequence."""
         return self.main.lengths[row] if self.tables else 0
 
+    def kept_entries(self, row: int = 0) -> int:
+        """Entries kept of a sequence: one is a token in one KV head of one layer."""
+        lengths = [self.tables[number].lengths[row] for number in self.layout.table if self.tables]
+        return sum(lengths) * self.layout.num_kv_heads
+
     @property
     def nbytes(self) -> int:
         """Bytes of the pools: what the KV holds of memory, used or not."""
@@ -596,7 +624,7 @@ class MemDecayCache(AttachedCache):
         if real is not None:
             for row, column in (~real).nonzero().tolist():
                 self._padding[row].append(self.seen + column)
-        forward = Forward(
+        forward = self.forward_type(
             self,
             count=count,
             new=new,
@@ -607,7 +635,7 @@ class MemDecayCache(AttachedCache):
             observing=self._observes(decoding),
         )
         self.seen += count
-        self.peak_tokens = max(self.peak_tokens, *self.main.lengths)
+        self.peak_tokens = max(self.peak_tokens, *map(self.kept, range(self.rows)))
         self._running = forward
         self._last_count = count
         return forward
@@ -738,9 +766,28 @@ class MemDecayCache(AttachedCache):
                 f"The model is on {keys.device}, but it was on {self.layout.device} when this "
                 f"cache was made; make a new one."
             )
+        self.pools.append(self._new_pool(keys, layer))
+
+    def _new_pool(self, keys: Tensor, layer: int) -> KVPool:
         rows, heads, _, head_dim = keys.shape
         capacity = self.table_of(layer).capacity
-        self.pools.append(KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device))
+        return KVPool(rows, heads, capacity, head_dim, keys.dtype, keys.device)
+
+    @_lasting
+    def restored_pool(self, layer: int, saved: Mapping[str, Tensor]) -> KVPool:
+        """Return the pool of a layer of which `KVPool.saved` returned this."""
+        (kv,) = saved.values()
+        _, rows, heads, width, head_dim = kv.shape
+        table = self.table_of(layer)
+        if (rows, width) != (table.rows, table.width):
+            raise ValueError(f"{tuple(kv.shape)}")
+        pool = KVPool(rows, heads, table.capacity, head_dim, kv.dtype, kv.device)
+        pool.kv[:, :, :, :width] = kv
+        return pool
+
+    def adopt(self, ledger: Ledger) -> None:
+        """Take a ledger of an earlier time whose tokens are those of the main table."""
+        self.ledgers[0] = ledger
 
     def _check_positions(self, count: int, new: list[int], position_ids: Tensor | None) -> None:
         if len(self._labels) > self.rows and any(self._labels[self.rows :]):
@@ -767,7 +814,7 @@ class MemDecayCache(AttachedCache):
     def _check_budget(self, new: list[int]) -> None:
         """Refuse the next tokens if they cannot fit, before anything is evicted."""
         for ledger, extra in zip(self.ledgers, new, strict=True):
-            if self.budget is None or ledger.length + extra <= self.budget:
+            if self.budget is None or ledger.over(self.budget, extra) <= 0:
                 continue
             held, still_open = ledger.stuck()
             room = self.budget - held - still_open
@@ -784,7 +831,7 @@ class MemDecayCache(AttachedCache):
         if self.budget is not None:
             self._evict_excess(
                 [
-                    self._at_least(ledger, ledger.length + extra - self.budget)
+                    self._at_least(ledger, ledger.over(self.budget, extra))
                     for ledger, extra in zip(self.ledgers, new, strict=True)
                 ]
             )
@@ -792,16 +839,16 @@ class MemDecayCache(AttachedCache):
             need = max(length + extra for length, extra in zip(table.lengths, new, strict=True))
             if need > table.capacity:
                 capacity = max(need, table.capacity + table.capacity // 2)
-                if self.budget is not None:
+                if self.budget is not None and not self.by_head:
                     capacity = min(capacity, max(need, self.budget))
                 self._grow(number, table, capacity)
 
     def _at_least(self, ledger: Ledger, excess: int) -> int:
         """Return the excess, or what the policy would free at once if more than that is free."""
-        wanted = self.policy.evict_at_least
+        wanted = self.policy.evict_at_least * ledger.parts
         if not 0 < excess < wanted:
             return excess
-        return max(excess, min(wanted, ledger.length - sum(ledger.stuck())))
+        return max(excess, min(wanted, ledger.size - sum(ledger.stuck()) * ledger.parts))
 
     @uninterrupted
     def _grow(self, number: int, table: SlotTable, capacity: int) -> None:
@@ -902,12 +949,12 @@ class MemDecayCache(AttachedCache):
             BudgetError: `budget` is not positive, or the pins leave too little to evict.
         """
         _check_integer("budget", budget, 1, BudgetError)
-        excess = [ledger.length - budget for ledger in self.ledgers]
+        excess = [ledger.over(budget) for ledger in self.ledgers]
         if row is not None:
             excess = [number if row == other else 0 for other, number in enumerate(excess)]
         for ledger, number in zip(self.ledgers, excess, strict=True):
             held, still_open = ledger.stuck() if number > 0 else (0, 0)
-            if ledger.length - held - still_open < number:
+            if number > 0 and held + still_open > budget:
                 raise BudgetError(
                     f"budget is {budget}, but pins hold {held} tokens and the page being filled "
                     f"{still_open} more."
@@ -945,13 +992,15 @@ class MemDecayCache(AttachedCache):
             most = min(most, self.layout.hard_limit - ledger.seen - prompt)
         if self.budget is None or most <= 0:
             return max(most, 0)
-        need = token_equivalents(prompt + min(most, LEAST), layers)
-        excess = ledger.length + need - self.budget
+        least = prompt + min(most, LEAST)
+        excess = ledger.over(self.budget) + token_equivalents(least, layers, ledger.parts)
         if excess > 0:
             held, still_open = ledger.stuck()
-            if need <= min(self.budget // 4, self.budget - held - still_open):
+            room = min(self.budget // 4, self.budget - held - still_open)
+            if token_equivalents(least, layers) <= room:
                 self._evict_excess([excess])
-        return max(0, min(most, (self.budget - ledger.length) * layers - prompt))
+        free = -ledger.over(self.budget) * layers // ledger.parts
+        return max(0, min(most, free - prompt))
 
     @_lasting
     def replay(self, ids: Tensor, positions: Tensor, prompt_ids: Tensor) -> Tensor:
@@ -988,11 +1037,13 @@ class MemDecayCache(AttachedCache):
                 f"of the {len(ids)} ids must have one that is kept, and there must be an id."
             )
         run = torch.cat([prompt_ids.to(device), ids])
-        extra = token_equivalents(len(run), len(self.layout.windows))
-        if self.budget is not None and ledger.length + extra > self.budget:
+        layers = len(self.layout.windows)
+        extra = token_equivalents(len(run), layers, ledger.parts)
+        if self.budget is not None and ledger.over(self.budget) + extra > 0:
+            room, free = token_equivalents(len(run), layers), -ledger.over(self.budget)
             raise BudgetError(
-                f"{len(run)} tokens to repeat take the room of {extra} kept ones, but of "
-                f"budget={self.budget} only {self.budget - ledger.length} are free."
+                f"{len(run)} tokens to repeat take the room of {room} kept ones, but of "
+                f"budget={self.budget} only {free // ledger.parts} are free."
             )
         limit = self.layout.hard_limit
         if limit is not None and ledger.seen + len(run) > limit:
@@ -1004,7 +1055,7 @@ class MemDecayCache(AttachedCache):
         places = torch.arange(ledger.seen, ledger.seen + len(run), device=device)[None]
         with HeldInterrupts() as held:
             self._repeating = forward
-            self.peak_tokens = max(self.peak_tokens, ledger.length + extra)
+            self.peak_tokens = max(self.peak_tokens, -(-(ledger.size + extra) // ledger.parts))
             try:
                 with held.delivered():
                     self.attachment.decoder(
@@ -1106,7 +1157,7 @@ class MemDecayCache(AttachedCache):
     @_lasting
     def copy(self) -> MemDecayCache:
         """Return an independent copy, for the same model."""
-        other = MemDecayCache.__new__(MemDecayCache)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.layers = [
             PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
@@ -1148,7 +1199,7 @@ class MemDecayCache(AttachedCache):
                 raise MemDecayError(f"kept[{number}] holds no token of row {row}.")
         if not slots:
             raise MemDecayError("kept is empty, but it must hold at least one keep set.")
-        other = MemDecayCache.__new__(MemDecayCache)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.layers = [
             PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
@@ -1183,6 +1234,26 @@ class MemDecayCache(AttachedCache):
             for pool, table in zip(self.pools, self.layout.table, strict=True)
         ]
         return other
+
+    def branch_heads(self, kept: Sequence[Sequence[Tensor]], *, row: int = 0) -> HeadCache:
+        """Return a new cache of one sequence in which each KV head keeps its own tokens of a row.
+
+        It goes on as if each head had been computed over what it keeps from now on; only that is
+        copied.
+
+        Args:
+            kept: for each layer and KV head the true positions to keep, `(n,)` int64; those that
+                the head does not hold are passed over.
+            row: which sequence of this cache.
+
+        Raises:
+            MemDecayError: it is not one entry a layer and head, nothing is kept, or the row has
+                padding.
+            ModelError: a layer has a sliding window.
+        """
+        from memdecay.engine.head_cache import branch_heads
+
+        return branch_heads(self, kept, row)
 
     def __copy__(self) -> MemDecayCache:
         return self.copy()

@@ -156,13 +156,21 @@ class Forward(AttachedForward):
         if self.observing and query.shape[2] > 1:
             self._observe_window(query, key, attention_mask, scale, softcap)
         for rank, head in self.cache.watch.by_layer.get(self.layer, ()):
-            peak = peak_attention(self, head, query, key, attention_mask, scale, softcap)
-            window = self.cache.table_of(self.layer).window
-            if window not in self._peaks:
-                shape = (len(peak), len(self.cache.watch), peak.shape[1])
-                self._peaks[window] = peak.new_zeros(shape)
-            self._peaks[window][:, rank] = peak
+            index = self.cache.table_of(self.layer).index[:, : key.shape[2]]
+            keys = key[:, head * key.shape[1] // self.num_heads]
+            self._note_peak(
+                rank,
+                peak_attention(self, query[:, head], keys, index, attention_mask, scale, softcap),
+            )
         return out, None
+
+    def _note_peak(self, rank: int, peak: Tensor) -> None:
+        """Note `(batch, width)`, what a watched head of this layer gave most."""
+        window = self.cache.table_of(self.layer).window
+        if window not in self._peaks:
+            shape = (len(peak), len(self.cache.watch), peak.shape[1])
+            self._peaks[window] = peak.new_zeros(shape)
+        self._peaks[window][:, rank] = peak
 
     @torch.no_grad()
     def _decode(

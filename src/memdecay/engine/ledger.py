@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,9 @@ class Ledger:
         trail: where the surprisal of the tokens comes from, if the policy needs it.
     """
 
+    parts: int = 1
+    """In how many parts a token may be kept: as many as layers times KV heads in a `HeadLedger`."""
+
     def __init__(
         self,
         policy: Policy,
@@ -146,33 +150,42 @@ class Ledger:
 
     def tokens(self, now: float) -> Tokens:
         """Return what a policy sees; the tensors are views, not to be written to."""
-        evidence = {
-            name: self.columns[name][: self.length]
-            for name, _ in _EVIDENCE.values()
-            if name in self.columns
-        }
-        tokens = (_Late if self.waiting else Tokens)(
-            position=self["position"],
-            region=self["region"],
-            span=self["span"],
-            inserted_at=self["inserted_at"],
-            num_observed=self["num_observed"],
-            now=now,
-            seq_len=self.seen,
-            state={name: self[f"state.{name}"] for name in self.policy.columns},
+        fields = self._fields(slice(0, self.length), now)
+        if not self.waiting:
+            return Tokens(**fields)
+        late = _Late(**fields)
+        del late.__dict__["surprisal"]
+        late.__dict__["ledger"] = self
+        return late
+
+    def _fields(self, where: slice, now: float) -> dict[str, Any]:
+        """Return the arguments of `Tokens` for some of the slots."""
+        columns = self.columns
+        evidence = {name: columns[name][where] for name, _ in _EVIDENCE.values() if name in columns}
+        return {
+            "position": columns["position"][where],
+            "region": columns["region"][where],
+            "span": columns["span"][where],
+            "inserted_at": columns["inserted_at"][where],
+            "num_observed": columns["num_observed"][where],
+            "now": now,
+            "seq_len": self.seen,
+            "state": {name: columns[f"state.{name}"][where] for name in self.policy.columns},
             **evidence,
-        )
-        if isinstance(tokens, _Late):
-            del tokens.__dict__["surprisal"]
-            tokens.__dict__["ledger"] = self
-        return tokens
+        }
+
+    def put(self, changed: Mapping[str, Tensor], where: slice | None = None) -> None:
+        """Take in columns that the policy returned, of all tokens or of those `where` (mutates)."""
+        for name, column in changed.items():
+            self.columns[f"state.{name}"][where or slice(0, self.length)] = column
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` slots (mutates)."""
         extra = capacity - self.queries.shape[0]
         if extra > 0:
             for name, column in self.columns.items():
-                self.columns[name] = torch.nn.functional.pad(column, (0, extra))
+                rest = (0, 0) * (column.ndim - 1)
+                self.columns[name] = torch.nn.functional.pad(column, (*rest, 0, extra))
             self.queries = torch.nn.functional.pad(self.queries, (0, 0, 0, extra))
 
     # Pages: page = true position // page_size, or counted from the last region boundary.
@@ -210,10 +223,35 @@ class Ledger:
 
     def stuck(self) -> tuple[int, int]:
         """Return how many kept tokens pins hold, and how many more the page being filled holds."""
-        held = self.held()
-        page = self.open_page
-        still_open = 0 if page is None else int((~held & (self["page_index"] == page)).sum())
-        return int(held.sum()), still_open
+        stuck, sizes, page = self.held(), self.sizes(), self.open_page
+        held = self._in_tokens(sizes[stuck])
+        if page is not None:
+            stuck = stuck | (self["page_index"] == page)
+        return held, self._in_tokens(sizes[stuck]) - held
+
+    def over(self, budget: int, new: int = 0) -> int:
+        """Return the parts that `plan` must free for `new` more tokens; at most 0 if none."""
+        return self.size + (new - budget) * self.parts
+
+    @property
+    def size(self) -> int:
+        """All that is kept, in parts of a token."""
+        return self.length
+
+    def sizes(self) -> Tensor:
+        """Return (kv_len,) int64, what each kept token takes, in parts of a token."""
+        return torch.ones(self.length, dtype=torch.int64, device=self.device)
+
+    def _in_tokens(self, sizes: Tensor) -> int:
+        """Return the tokens that these parts make up, rounded up."""
+        return -(-int(sizes.sum()) // self.parts)
+
+    def kept_by_region(self) -> list[int]:
+        """Return for each region of the profile how many tokens are kept; the sum is exact."""
+        parts = torch.zeros(len(self.profile.names), dtype=torch.int64, device=self.device)
+        parts.index_add_(0, self["region"], self.sizes())
+        ends = [0, *(-(-end // self.parts) for end in parts.cumsum(0).tolist())]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     # Changes
 
@@ -257,19 +295,8 @@ class Ledger:
                 if number == len(self.starts):
                     self.starts.append((self.seen - count + offset, int(labels.region[offset])))
         self.next_page, self.filled, self.last_region = next_page, filled, last_region
-        if self.policy.columns:
-            arrived = Tokens(
-                position=columns["position"][fresh],
-                region=columns["region"][fresh],
-                span=columns["span"][fresh],
-                inserted_at=columns["inserted_at"][fresh],
-                num_observed=columns["num_observed"][fresh],
-                now=now,
-                seq_len=self.seen,
-                state={name: columns[f"state.{name}"][fresh] for name in self.policy.columns},
-            )
-            for name, column in self.policy.on_insert(arrived).items():
-                columns[f"state.{name}"][fresh] = column
+        if self.policy.columns or self.policy.head_columns:
+            self.put(self.policy.on_insert(Tokens(**self._fields(fresh, now))), fresh)
 
     def mark(self) -> dict[str, Any]:
         """Return what `back_to` needs to take back later appends."""
@@ -364,9 +391,7 @@ class Ledger:
             attention: (num_layers, num_heads, kv_len) float32, see `Policy.on_replay`.
             now: clock reading.
         """
-        changed = self.policy.on_replay(self.tokens(now), attention, self.profile)
-        for name, column in changed.items():
-            self.columns[f"state.{name}"][..., : self.length] = column
+        self.put(self.policy.on_replay(self.tokens(now), attention, self.profile))
         self.columns["replayed"][slots] = True
 
     # Attention
@@ -378,9 +403,7 @@ class Ledger:
             peak: (number of heads, kv_len) float32, see `Policy.observe_heads`.
             now: clock reading.
         """
-        changed = self.policy.observe_heads(self.tokens(now), peak, self.profile)
-        for name, column in changed.items():
-            self.columns[f"state.{name}"][: self.length] = column
+        self.put(self.policy.observe_heads(self.tokens(now), peak, self.profile))
 
     def observe(self, attention_mass: Tensor, now: float) -> Tensor:
         """Let the policy learn from one observation (mutates).
@@ -396,8 +419,7 @@ class Ledger:
         before = self.columns.get("state.refreshed_at")
         old = before[: self.length].clone() if before is not None else None
         changed = self.policy.observe(self.tokens(now), attention_mass, self.profile)
-        for name, column in changed.items():
-            self.columns[f"state.{name}"][: self.length] = column
+        self.put(changed)
         self["num_observed"].add_(1)
         if old is None:
             return torch.zeros(self.length, dtype=torch.bool, device=self.device)
@@ -480,11 +502,13 @@ class Ledger:
         held = torch.cat(
             [self["pinned"] | pinned_region[self["region"]], pinned | pinned_region[region]]
         )
-        return int(held.sum()), int(torch.isin(page, page[held]).sum())
+        new = torch.full_like(region, self.parts)
+        sizes = torch.cat([self.sizes(), new])
+        return self._in_tokens(sizes[held]), self._in_tokens(sizes[torch.isin(page, page[held])])
 
     def copy(self) -> Ledger:
         """An independent copy."""
-        other = Ledger.__new__(Ledger)
+        other: Ledger = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.columns = {name: column.clone() for name, column in self.columns.items()}
         other.queries = self.queries.clone()

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from memdecay.engine.attach import AttachedForward
+from memdecay.engine.heads import HeadPool
 
 if TYPE_CHECKING:
     from memdecay.engine.cache import MemDecayCache
@@ -72,9 +73,12 @@ def repeat_next(
     return len(said), attention
 
 
-def token_equivalents(count: int, num_layers: int) -> int:
-    """Return how many kept tokens take the room of `count` tokens in one layer, rounded up."""
-    return -(-count // num_layers)
+def token_equivalents(count: int, num_layers: int, parts: int = 1) -> int:
+    """Return how many kept tokens take the room of `count` tokens in one layer, rounded up.
+
+    With `parts` it is so many parts of a token, as in `Ledger.parts`.
+    """
+    return -(-count * parts // num_layers)
 
 
 def kept_by_head(cache: MemDecayCache, layer: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -84,6 +88,8 @@ def kept_by_head(cache: MemDecayCache, layer: int) -> list[tuple[Tensor, Tensor,
     None if they are the ledger's own slots.
     """
     pool, table, main = cache.pools[layer], cache.table_of(layer), cache.main
+    if isinstance(pool, HeadPool):
+        return [pool.head(head) for head in range(len(pool.lengths))]
     slots = None
     if table is not main:
         index, order = main.index[0, : main.width].sort()
@@ -116,10 +122,16 @@ class ReplayForward(AttachedForward):
     def mask(
         self, *, q_length: int, q_offset: int, mask_function: Any, device: Any = "cpu", **_: Any
     ) -> Tensor:
-        """Return who may see whom, `(1, 1, q_length, kept + q_length)` bool: kept ones first."""
+        """Return who may see whom, `(1, 1, q_length, n + q_length)` bool.
+
+        The first n columns are what a layer with a sliding window keeps. Elsewhere n is 0: what is
+        kept there comes before the piece, whichever head keeps it, and every query sees it.
+        """
         table = self.cache.table_of(self.mask_layer)
         query = torch.arange(q_length, device=device) + q_offset
-        key = torch.cat([table.index[0, : table.width], query])
+        key = query
+        if table.window is not None:
+            key = torch.cat([table.index[0, : table.width], query])
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
         visible: Tensor = mask_function(
             zero, zero, query[None, None, :, None], key[None, None, None, :]
@@ -169,7 +181,7 @@ class ReplayForward(AttachedForward):
                 logits = torch.tanh(logits / softcap) * softcap
             by_query = logits.view(-1, count, kept + count)
             by_query[..., kept:].masked_fill_(hidden[:, -count:], lowest)
-            if slides:  # elsewhere all that is kept is seen
+            if slides:
                 by_query[..., :kept].masked_fill_(hidden[:, :-count], lowest)
             weights = torch.softmax(logits, -1)
             shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept].amax(1)

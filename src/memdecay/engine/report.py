@@ -94,12 +94,14 @@ class Report:
         policy: name and parameters of the policy.
         budget_tokens: tokens that may be kept, None for no limit.
         seen_tokens: tokens that the model has read or written.
-        kept_tokens: tokens in the cache.
+        kept_tokens: tokens in the cache; where heads keep their own tokens, entries by layers and
+            KV heads, rounded up, and so are the other counts of kept tokens.
+        kept_entries: entries in the cache; one is a token in one KV head of one layer.
         peak_resident_tokens: the most that were ever in the cache, inside a forward too.
         kept_by_region: region -> tokens in the cache.
         seen_by_region: region -> tokens seen.
         pinned_tokens: kept tokens that a pin holds, alone or through their page.
-        evicted_tokens: tokens evicted so far.
+        evicted_tokens: tokens evicted so far, from all heads.
         evicted_pages: pages evicted so far.
         kv_bytes: bytes allocated for keys and values.
         peak_kv_bytes: bytes of keys and values in use at the peak; free slots do not count, as the
@@ -116,6 +118,7 @@ class Report:
     budget_tokens: int | None
     seen_tokens: int
     kept_tokens: int
+    kept_entries: int
     peak_resident_tokens: int
     kept_by_region: Mapping[str, int]
     seen_by_region: Mapping[str, int]

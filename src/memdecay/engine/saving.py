@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memdecay.engine.cache import MemDecayCache, _lasting
-from memdecay.engine.slots import KVPool, SlotTable
+from memdecay.engine.slots import SlotTable
 from memdecay.engine.support import check_supported
 from memdecay.errors import MemDecayError, SessionError
 from memdecay.policy import from_config, policy_config
@@ -240,8 +240,8 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
     for number, table in enumerate(cache.tables):
         tensors[f"table.{number}"] = table.index[:, : table.width].contiguous()
     for layer, pool in enumerate(cache.pools):
-        width = cache.table_of(layer).width
-        tensors[f"pool.{layer}"] = pool.kv[:, :, :, :width].contiguous()
+        for end, tensor in pool.saved(cache.table_of(layer).width).items():
+            tensors[f"pool.{layer}{end}"] = tensor
     for row, ledger in enumerate(cache.ledgers):
         for name in ledger.columns:
             tensors[f"ledger.{row}.{name}"] = ledger[name].clone()
@@ -321,12 +321,9 @@ def _restore_cache(
         _fill_table(table, tensors[f"table.{number}"], state["tables"][number])
     cache.pools = []
     for layer in range(len(cache.layout.windows) if rows else 0):
-        saved = tensors[f"pool.{layer}"]
-        _, pool_rows, heads, _, head_dim = saved.shape
-        capacity = cache.table_of(layer).capacity
-        pool = KVPool(pool_rows, heads, capacity, head_dim, saved.dtype, saved.device)
-        _fill(pool.kv[:, :, :, : cache.table_of(layer).width], saved)
-        cache.pools.append(pool)
+        name = f"pool.{layer}"
+        saved = {end.removeprefix(name): tensors[end] for end in tensors if _is_of(end, name)}
+        cache.pools.append(cache.restored_pool(layer, saved))
     for row, ledger in enumerate(cache.ledgers):
         mark = dict(state["ledgers"][row])
         ledger.starts = [(position, region) for position, region in mark.pop("starts")]
@@ -338,6 +335,10 @@ def _restore_cache(
         hidden = tensors.get(f"ledger.{row}.hidden")
         if ledger.trail is not None and hidden is not None:
             ledger.trail = ledger.trail.restored(hidden, ledger.seen)
+
+
+def _is_of(tensor: str, name: str) -> bool:
+    return tensor == name or tensor.startswith(f"{name}.")
 
 
 def _fill_table(table: SlotTable, index: Tensor, saved: Mapping[str, Any]) -> None:

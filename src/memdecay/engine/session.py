@@ -345,15 +345,15 @@ class Session:
         kept = dict.fromkeys(names, 0)
         pinned = 0
         if cache.ledgers:
-            counts = torch.bincount(cache.ledgers[0]["region"], minlength=len(names)).tolist()
-            kept = dict(zip(names, counts, strict=True))
-            pinned = int(cache.ledgers[0].held().sum())
+            kept = dict(zip(names, cache.ledgers[0].kept_by_region(), strict=True))
+            pinned = cache.ledgers[0].stuck()[0]
         return Report(
             model=str(self.model.config.name_or_path or type(self.model).__name__),
             policy=policy_config(cache.policy),
             budget_tokens=cache.budget,
             seen_tokens=cache.seen,
             kept_tokens=cache.kept(),
+            kept_entries=cache.kept_entries(),
             peak_resident_tokens=cache.peak_tokens,
             kept_by_region=kept,
             seen_by_region=dict(self._seen_by_region),

@@ -58,14 +58,22 @@ class Move:
             for hole, mover, start, end in zip(*firsts, starts, ends, strict=True)
         ]
 
+    @functools.cached_property
+    def renumbered(self) -> Tensor:
+        """The slots after the move, `(at least the last slot in use + 1,)`, by those before it."""
+        if self.holes is None or self.movers is None or not len(self.holes):
+            return torch.arange(self.length)
+        slots = torch.arange(int(self.movers[-1]) + 1, device=self.movers.device)
+        slots[self.movers] = self.holes
+        return slots
+
 
 class SlotTable:
     """Slot -> index of the token in its sequence, for each row, packed at the front.
 
     `index` is `(rows, capacity)` int64 with -1 in free slots; `lengths[row]` slots of a row are in
-    use. A row is one sequence of the batch today. Nothing here knows of layers or heads, so a
-    table of one layer whose rows are `batch * num_kv_heads` describes keep sets that differ by
-    head and have ragged lengths (docs/decisions.md, "Pool and slot table").
+    use. A row is one sequence of the batch. Nothing here knows of layers or heads; where those
+    differ in what they keep, the table holds what any of them keeps (docs/decisions.md).
 
     Args:
         rows: sequences in the batch.
@@ -263,6 +271,19 @@ class KVPool:
             self.kv[:, :, :, :used] = self.kv[:, :, :, :used].index_select(1, rows)
         else:
             self.kv = self.kv.index_select(1, rows)
+
+    def take(self, slots: Tensor) -> Tensor:
+        """Return a copy of slots of the first row, `(2, num_kv_heads, n, head_dim)`."""
+        return self.kv[:, 0].index_select(2, slots)
+
+    def put(self, start: int, taken: Tensor, which: Tensor) -> None:
+        """Store those of the slots that `take` returned, from slot `start` on."""
+        chosen = taken[:, :, which]
+        self.kv[:, 0, :, start : start + chosen.shape[2]] = chosen
+
+    def saved(self, width: int) -> dict[str, Tensor]:
+        """Return what `restored` needs, by the ends of its names."""
+        return {"": self.kv[:, :, :, :width].contiguous()}
 
     def branch(self, row: int, slots: Sequence[Tensor], capacity: int) -> KVPool:
         """Return a pool with a row for each set of slots of one row of this pool."""

@@ -38,6 +38,7 @@ class Layout:
         table_windows: for each table its window; full attention comes first if there is any.
         num_heads: query heads of a layer.
         device: of the model.
+        num_kv_heads: KV heads of a layer.
         trained_positions: positions the model was trained for, if its config says.
         hard_limit: positions that exist at all, for learned position embeddings.
     """
@@ -48,6 +49,7 @@ class Layout:
     table_windows: tuple[int | None, ...]
     num_heads: int
     device: torch.device
+    num_kv_heads: int
     trained_positions: int | None
     hard_limit: int | None
 
@@ -87,6 +89,7 @@ def check_supported(model: PreTrainedModel) -> Layout:
         table_windows=table_windows,
         num_heads=config.num_attention_heads,
         device=model.device,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         trained_positions=positions,
         hard_limit=positions if learned else None,
     )

@@ -8,6 +8,7 @@ tokens that the operation would overwrite or slide out of a window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ _EVICTIONS = ("evicted_tokens", "evicted_pages", "peak_tokens")
 
 @dataclass(frozen=True)
 class _Saved:
-    """Slots of one table: their indices `(n,)`, and per layer `(2, heads, n, head_dim)`."""
+    """Slots of one table: their indices `(n,)`, and per layer what its pool's `take` returned."""
 
     index: Tensor
-    kv: list[Tensor]
+    kv: list[Any]
     whole: bool
 
 
@@ -55,7 +56,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that were copied."""
-        saved = [kv for entry in self._saved if entry is not None for kv in entry.kv]
+        taken = [kv for entry in self._saved if entry is not None for kv in entry.kv]
+        saved = [kv[0] if isinstance(kv, tuple) else kv for kv in taken]  # by head: kv, held
         return sum(kv.numel() * kv.element_size() for kv in saved)
 
     @uninterrupted
@@ -85,7 +87,7 @@ class Checkpoint:
         cache = self._cache
         slots = chosen.nonzero().flatten()
         kv = [
-            pool.kv[:, 0].index_select(2, slots)
+            pool.take(slots)
             for layer, pool in enumerate(cache.pools)
             if cache.layout.table[layer] == number
         ]
@@ -109,7 +111,7 @@ class Checkpoint:
         table.lengths[0] = start + count
         pools = [p for layer, p in enumerate(cache.pools) if cache.layout.table[layer] == number]
         for pool, kv in zip(pools, saved.kv, strict=True):
-            pool.kv[:, 0, :, start : start + count] = kv[:, :, back]
+            pool.put(start, kv, back)
 
     def _put_back_ledger(self) -> None:
         """Give the kept tokens their columns again, in the order of their slots now."""
@@ -127,4 +129,4 @@ class Checkpoint:
         ledger.num_pages = len(pages)
         ledger.latest_page = int(pages[-1]) if count else -1
         ledger.grow(cache.main.capacity)
-        cache.ledgers[0] = ledger
+        cache.adopt(ledger)

@@ -46,9 +46,9 @@ class Watch:
 @torch.no_grad()
 def peak_attention(
     forward: Forward,
-    head: int,
     query: Tensor,
     key: Tensor,
+    index: Tensor,
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -58,22 +58,20 @@ def peak_attention(
     What a token gives to itself does not count, and neither do queries that are padding.
 
     Args:
-        forward: that is running; `forward.layer` is the head's layer.
-        head: the query head.
-        query: `(batch, num_heads, count, head_dim)`.
-        key: `(batch, num_kv_heads, width, head_dim)`.
+        forward: that is running.
+        query: `(batch, count, head_dim)`, of the head.
+        key: `(batch, width, head_dim)`, what its KV head keeps, the forward's own tokens too.
+        index: `(batch, width)` int64, which token of the sequence each key is of.
         mask: `(batch, 1, count, width)` bool, or None where plain causal attention needs none.
         scale: factor of the logits.
         softcap: tanh cap of the logits.
     """
-    batch, heads, count, _ = query.shape
-    width = key.shape[2]
-    keys = key[:, head // (heads // key.shape[1])].transpose(1, 2)
-    index = forward.cache.table_of(forward.layer).index[:, :width]
-    most = torch.zeros(batch, width, device=query.device)
+    count = query.shape[1]
+    keys = key.transpose(1, 2)
+    most = torch.zeros(index.shape, device=query.device)
     for start in range(0, count, _AT_ONCE):
         stop = min(start + _AT_ONCE, count)
-        logits = torch.matmul(query[:, head, start:stop], keys).float().mul_(scale)
+        logits = torch.matmul(query[:, start:stop], keys).float().mul_(scale)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         own = torch.arange(start, stop, device=query.device) + forward.first_index

@@ -4,7 +4,7 @@ The algorithm of the paper is `memdecay.policy.retention` (equations 2-4) and
 `memdecay.policy.pages` (equation 5 and Algorithm 1). Pure torch, any device.
 """
 
-from memdecay.policy.base import Policy, Tokens
+from memdecay.policy.base import HeadPolicy, Policy, Tokens
 from memdecay.policy.registry import (
     DEFAULT_POLICY,
     available,
@@ -15,6 +15,7 @@ from memdecay.policy.registry import (
 
 __all__ = [
     "DEFAULT_POLICY",
+    "HeadPolicy",
     "Policy",
     "Tokens",
     "available",

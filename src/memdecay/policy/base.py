@@ -31,6 +31,9 @@ class Tokens:
         now: clock reading, in steps.
         seq_len: tokens seen so far, kept or not.
         state: the policy's own columns, name -> (kv_len,) float32.
+        head_state: its own columns by head, name -> (num_layers, num_kv_heads, kv_len) float32.
+        held: (num_layers, num_kv_heads, kv_len) bool, which heads keep the token; each token is
+            kept by one at least. None where all heads keep the same tokens.
         surprisal: (kv_len,) float32, -log p of the token in nats, given what was kept when it was
             read; 0 where that is unknown (the first token, a token that is just arriving, input
             embeddings) and for a policy that does not need "surprisal".
@@ -45,6 +48,8 @@ class Tokens:
     now: float
     seq_len: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    head_state: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Tensor | None = None
     surprisal: Tensor = field(default=None)  # type: ignore[assignment]
     replayed: Tensor = field(default=None)  # type: ignore[assignment]
 
@@ -95,6 +100,10 @@ class Policy(abc.ABC):
     """Tokens to free at once when there is no room, so that small pages do not go one by one."""
     columns: ClassVar[Mapping[str, float]] = {}
     """Per-token state: column name -> its value for a token that has just arrived."""
+    per_head: ClassVar[bool] = False
+    """True if each KV head of each layer keeps its own tokens, by `head_score` (`HeadPolicy`)."""
+    head_columns: ClassVar[Mapping[str, float]] = {}
+    """State of each token in each head, in `Tokens.head_state`; only where `per_head` is True."""
 
     def on_insert(self, tokens: Tokens) -> Mapping[str, Tensor]:
         """Return the columns of tokens that have just arrived, where they are not the constant.
@@ -103,8 +112,9 @@ class Policy(abc.ABC):
             tokens: only the new tokens, their columns at the constants.
 
         Returns:
-            column name -> (new tokens,) float32; columns left out keep their constant. It may be
-            an argument itself, so the caller copies.
+            column name -> (new tokens,) float32, or (num_layers, num_kv_heads, new tokens) for a
+            column by head; columns left out keep their constant. It may be an argument itself, so
+            the caller copies.
         """
         return {}
 
@@ -120,8 +130,9 @@ class Policy(abc.ABC):
             profile: the region policies.
 
         Returns:
-            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
-            argument itself, so the caller copies.
+            column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
+            by head; columns left out stay as they are. It may be an argument itself, so the
+            caller copies.
         """
         return {}
 
@@ -139,8 +150,9 @@ class Policy(abc.ABC):
             profile: the region policies.
 
         Returns:
-            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
-            argument itself, so the caller copies.
+            column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
+            by head; columns left out stay as they are. It may be an argument itself, so the
+            caller copies.
         """
         return {}
 
@@ -162,8 +174,10 @@ class Policy(abc.ABC):
             profile: the region policies.
 
         Returns:
-            column name -> (kv_len,) float32; columns left out stay as they are. It may be an
-            argument itself, so the caller copies.
+            column name -> (kv_len,) float32, or (num_layers, num_kv_heads, kv_len) for a column
+            by head, for which the query heads of a KV head are next to each other:
+            `attention.unflatten(1, (num_kv_heads, -1)).amax(2)`. Columns left out stay as they
+            are. It may be an argument itself, so the caller copies.
         """
         return {}
 
@@ -171,12 +185,43 @@ class Policy(abc.ABC):
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return (kv_len,) float32, finite: how much each token deserves to stay; no mutation."""
 
+    def head_score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return (num_layers, num_kv_heads, kv_len) float32: what each head would rather keep.
+
+        All heads of all layers share one budget, so scores are compared between heads. Those of
+        tokens that a head does not hold are ignored; the others are finite. No mutation. Where
+        this is not overridden all heads agree.
+        """
+        if tokens.held is None:
+            raise PolicyError(
+                f"Policy {self.name!r} was asked for scores by head, but all heads keep the same "
+                f"tokens here."
+            )
+        return self.score(tokens, profile).expand(tokens.held.shape)
+
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor | None:
         """Return (kv_len,) bool, tokens to evict only when nothing else is left, or None.
 
         Sinks and recent windows go here. A protection is never a big number in the score.
         """
         return None
+
+
+class HeadPolicy(Policy):
+    """A policy whose keep set differs by layer and KV head; it overrides `head_score`."""
+
+    per_head: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def head_score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return (num_layers, num_kv_heads, kv_len) float32; see `Policy.head_score`."""
+
+    def score(self, tokens: Tokens, profile: Profile) -> Tensor:
+        """Return (kv_len,) float32, the mean over the heads that hold a token (for pictures)."""
+        score = self.head_score(tokens, profile)
+        if tokens.held is None:
+            return score.mean((0, 1))
+        return score.where(tokens.held, 0).sum((0, 1)) / tokens.held.sum((0, 1))
 
 
 def check_parameter(

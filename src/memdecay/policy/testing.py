@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,12 @@ from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
 from memdecay.policy.base import Policy, Tokens
+from memdecay.policy.head_pages import plan_head_eviction
 from memdecay.policy.pages import page_scores, plan_eviction
 from memdecay.policy.registry import from_config, policy_config
 from memdecay.regions import REGIONS, Profile, RegionPolicy
+
+_LAYERS, _HEADS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,31 @@ class Sample:
             open_page=self.open_page,
         )
 
+    def plan_heads(self, policy: Policy, excess: int) -> Tensor:
+        """Return (num_layers, num_kv_heads, kv_len) bool, the entries that the policy evicts."""
+        return plan_head_eviction(
+            self.tokens,
+            policy,
+            self.profile,
+            page_index=self.page_index,
+            num_pages=self.num_pages,
+            pinned=self.pinned,
+            excess=excess,
+            open_page=self.open_page,
+        )
+
     def take(self, slots: Tensor) -> Sample:
         """Return the same cache with its slots in another order."""
         columns = {
-            field.name: getattr(self.tokens, field.name)[slots]
+            field.name: getattr(self.tokens, field.name)[..., slots]
             for field in dataclasses.fields(Tokens)
             if isinstance(getattr(self.tokens, field.name), Tensor)
         }
         state = {name: column[slots] for name, column in self.tokens.state.items()}
+        by_head = {name: column[..., slots] for name, column in self.tokens.head_state.items()}
         return dataclasses.replace(
             self,
-            tokens=dataclasses.replace(self.tokens, **columns, state=state),
+            tokens=dataclasses.replace(self.tokens, **columns, state=state, head_state=by_head),
             page_index=self.page_index[slots],
             pinned=self.pinned[slots],
         )
@@ -78,6 +95,8 @@ def sample(
     policy: Policy, *, kept_pages: int = 24, page_size: int = 4, seed: int = 0, pin: bool = True
 ) -> Sample:
     """Make a cache in which a third of the pages is gone and the policy has observed attention.
+
+    For a `per_head` policy it has 3 layers of 2 KV heads, which lack some of the tokens each.
 
     Args:
         policy: its columns are filled by its own `on_insert`, `observe` and `on_replay`.
@@ -108,26 +127,29 @@ def sample(
         seq_len=seq_len,
         state={name: torch.full_like(inserted_at, value) for name, value in policy.columns.items()},
     )
+    if policy.per_head:
+        held = torch.rand(_LAYERS, _HEADS, len(position), generator=dice) < 0.7
+        held[0, 0] |= ~held.any(0).any(0)
+        by_head = {
+            name: torch.full(held.shape, value) for name, value in policy.head_columns.items()
+        }
+        tokens = dataclasses.replace(tokens, held=held, head_state=by_head)
     luck = torch.Generator().manual_seed(seed)
     if "surprisal" in policy.needs:
         surprisal = -torch.rand(len(position), generator=luck).log()
         tokens = dataclasses.replace(tokens, surprisal=surprisal.masked_fill(position == 0, 0))
     profile = Profile.default()
-    tokens = dataclasses.replace(tokens, state={**tokens.state, **policy.on_insert(tokens)})
+    tokens = _with(tokens, policy, policy.on_insert(tokens))
     for _ in range(3):
         mass = torch.rand(len(position), generator=dice) ** 4
         columns = policy.observe(tokens, mass / mass.sum(), profile)
         tokens = dataclasses.replace(
-            tokens,
-            state={**tokens.state, **columns},
-            num_observed=tokens.num_observed + 1,
+            _with(tokens, policy, columns), num_observed=tokens.num_observed + 1
         )
     for part in range(2 if "replay" in policy.needs else 0):
         columns = policy.on_replay(tokens, _replay(tokens, luck), profile)
         tokens = dataclasses.replace(
-            tokens,
-            state={**tokens.state, **columns},
-            replayed=tokens.replayed | (position % 3 == part),
+            _with(tokens, policy, columns), replayed=tokens.replayed | (position % 3 == part)
         )
     numbers, page_index = torch.unique(position // page_size, return_inverse=True)
     pinned = torch.zeros(len(position), dtype=torch.bool)
@@ -154,16 +176,20 @@ def check_score(policy: Policy) -> None:
 
 
 def check_columns(policy: Policy) -> None:
-    """`on_insert`, `observe` and `on_replay` return only declared columns, one float32 a token."""
+    """What hooks return are declared columns, one float32 a token, or one a token and head."""
     case = sample(policy)
     mass = torch.full_like(case.tokens.inserted_at, 1 / case.tokens.kv_len)
     inserted = policy.on_insert(case.tokens)
     observed = policy.observe(case.tokens, mass, case.profile)
     replayed = policy.on_replay(case.tokens, _replay(case.tokens), case.profile)
     for columns in (inserted, observed, replayed):
-        assert set(columns) <= set(policy.columns), f"{set(columns)} were not declared"
+        declared = {*policy.columns, *policy.head_columns}
+        assert set(columns) <= declared, f"{set(columns)} were not declared"
         for name, column in columns.items():
-            assert column.shape == mass.shape and column.dtype == torch.float32, name
+            lead = (_LAYERS, _HEADS) if name in policy.head_columns else ()
+            assert column.shape == (*lead, *mass.shape) and column.dtype == torch.float32, name
+    assert policy.per_head or not policy.head_columns, "columns by head need per_head"
+    assert not {*policy.columns} & {*policy.head_columns}, "two columns have one name"
 
 
 def check_protected(policy: Policy) -> None:
@@ -189,6 +215,7 @@ def check_pure(policy: Policy) -> None:
     mass = torch.rand(case.tokens.kv_len, generator=torch.Generator().manual_seed(1))
     attention = _replay(case.tokens)
     inputs = [mass, attention, case.page_index, case.pinned, *case.tokens.state.values()]
+    inputs += case.tokens.head_state.values()
     inputs += [value for value in vars(case.tokens).values() if isinstance(value, Tensor)]
     before = [value.clone() for value in inputs]
     config = json.dumps(policy_config(policy))
@@ -301,9 +328,35 @@ def check_nan(policy: Policy) -> None:
     case = sample(policy)
     mass = torch.full_like(case.tokens.inserted_at, 1 / case.tokens.kv_len)
     mass[3] = torch.nan
-    state = {**case.tokens.state, **policy.observe(case.tokens, mass, case.profile)}
-    broken = dataclasses.replace(case, tokens=dataclasses.replace(case.tokens, state=state))
+    seen = _with(case.tokens, policy, policy.observe(case.tokens, mass, case.profile))
+    broken = dataclasses.replace(case, tokens=seen)
     _refused(lambda: broken.plan(policy, 1), PolicyError)
+
+
+def check_heads(policy: Policy) -> None:
+    """Scores by head are finite where a head holds a token, and enough is freed by head."""
+    if not policy.per_head:
+        return
+    for page_size in (1, 4):
+        case = sample(policy, page_size=page_size)
+        held = case.tokens.held
+        assert held is not None
+        inputs = [held, *case.tokens.head_state.values()]
+        before = [value.clone() for value in inputs]
+        score = policy.head_score(case.tokens, case.profile)
+        assert score.shape == held.shape, f"the score by head has shape {tuple(score.shape)}"
+        assert score.dtype == torch.float32, f"the score by head is {score.dtype}"
+        assert bool(torch.isfinite(score[held]).all()), "a score by head is not finite"
+        again = policy.head_score(case.tokens, case.profile)
+        assert torch.equal(again[held], score[held]), "the score changed"
+        order = torch.randperm(case.tokens.kv_len, generator=torch.Generator().manual_seed(2))
+        for excess in (1, 20):
+            gone = case.plan_heads(policy, excess)
+            assert excess <= int(gone.sum()) < excess + page_size, "too little or too much went"
+            assert not bool((gone & ~held).any()), "an entry went that no head held"
+            shuffled = case.take(order).plan_heads(policy, excess)
+            assert torch.equal(shuffled, gone[..., order]), "the order of slots decided"
+        assert all(map(torch.equal, inputs, before)), "an input was mutated"
 
 
 CHECKS: tuple[Callable[[Policy], None], ...] = (
@@ -320,14 +373,27 @@ CHECKS: tuple[Callable[[Policy], None], ...] = (
     check_permutation,
     check_ties,
     check_nan,
+    check_heads,
 )
 """Every check; each takes a policy and raises AssertionError when the contract is broken."""
 
 
+def _with(tokens: Tokens, policy: Policy, columns: Mapping[str, Tensor]) -> Tokens:
+    """Return the tokens with what the policy returned in their columns."""
+    by_head = {name: columns[name] for name in columns if name in policy.head_columns}
+    by_token = {name: columns[name] for name in columns if name not in by_head}
+    return dataclasses.replace(
+        tokens,
+        state={**tokens.state, **by_token},
+        head_state={**tokens.head_state, **by_head},
+    )
+
+
 def _replay(tokens: Tokens, dice: torch.Generator | None = None) -> Tensor:
-    """Return (2, 3, kv_len), what a replay may have observed."""
+    """Return (num_layers, num_heads, kv_len), what a replay may have observed by query head."""
     dice = torch.Generator().manual_seed(2) if dice is None else dice
-    return torch.rand(2, 3, tokens.kv_len, generator=dice) ** 4
+    most = torch.rand(_LAYERS, 2 * _HEADS, tokens.kv_len, generator=dice) ** 4
+    return most if tokens.held is None else most * tokens.held.repeat_interleave(2, 1)
 
 
 def _held(policy: Policy, case: Sample) -> Tensor:
