@@ -26,7 +26,8 @@ class Ask:
     """One question over one keep set.
 
     Args:
-        kept: (n,) int64, the true positions that are kept.
+        kept: (n,) int64, the true positions that are kept; or (num_layers, num_kv_heads, seq_len)
+            bool, what each head keeps.
         question: ids that follow the context: what closes the open turn, the question, and what
             opens the answer.
         gold: ids of the right answer.
@@ -74,8 +75,14 @@ def answer(
         One reply a question, in order.
     """
     replies: dict[int, Reply] = {}
+    whole = [number for number, ask in enumerate(asks) if ask.kept.dim() == 1]
+    for number in sorted(set(range(len(asks))) - set(whole)):
+        # Where heads keep their own tokens there is no batch.
+        [replies[number]] = _answer_batch(model, cache, [asks[number]], frozenset(ends))
+        advance(1)
     ragged = not any(window for window in cache.layout.windows)
-    for chosen in _batches(asks, rows, ragged=ragged):
+    for places in _batches([asks[number] for number in whole], rows, ragged=ragged):
+        chosen = [whole[place] for place in places]
         batch = _answer_batch(model, cache, [asks[number] for number in chosen], frozenset(ends))
         replies.update(zip(chosen, batch, strict=True))
         advance(len(chosen))
@@ -102,7 +109,7 @@ def _batches(asks: Sequence[Ask], rows: int, *, ragged: bool) -> Iterator[list[i
 def _answer_batch(
     model: PreTrainedModel, full: MemDecayCache, asks: Sequence[Ask], ends: frozenset[int]
 ) -> list[Reply]:
-    cache = full.branch([ask.kept for ask in asks])
+    cache = _branch(full, asks)
     cache.observe_every = 0
     first, gold_logprob = _read(model, cache, asks)
     written: list[list[int]] = [[] for _ in asks]
@@ -130,6 +137,14 @@ def _answer_batch(
         )
         token = out.logits[:, -1].argmax(-1).cpu()
     return [Reply(ids, logprob) for ids, logprob in zip(written, gold_logprob, strict=True)]
+
+
+def _branch(full: MemDecayCache, asks: Sequence[Ask]) -> MemDecayCache:
+    if asks[0].kept.dim() == 1:
+        return full.branch([ask.kept for ask in asks])
+    [ask] = asks
+    by_head = [[head.nonzero().flatten() for head in layer] for layer in ask.kept]
+    return full.branch_heads(by_head)
 
 
 def _read(

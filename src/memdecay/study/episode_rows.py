@@ -12,7 +12,7 @@ from memdecay.errors import BudgetError, StudyError
 from memdecay.regions import Profile
 from memdecay.study.answers import Ask, Reply, answer
 from memdecay.study.conditions import Condition
-from memdecay.study.keeping import Seen, budget_tokens, digest, keep_sets, oracle
+from memdecay.study.keeping import Seen, budget_tokens, digest, keep_sets, kept_count, oracle
 from memdecay.study.recording import Probe, Recording, question_mass
 from memdecay.study.scenario import find_gold
 from memdecay.study.settings import Setting
@@ -119,7 +119,9 @@ def _kept(
 def _seen(recording: Recording) -> Seen | None:
     if recording.peaks is None:
         return None
-    return Seen(recording.heads, recording.peaks, recording.replay)
+    layout = recording.cache.layout
+    shape = (len(layout.windows), layout.num_kv_heads)
+    return Seen(recording.heads, recording.peaks, recording.replay, shape)
 
 
 def _row(
@@ -148,7 +150,7 @@ def _row(
         "budget": share,
         "budget_tokens": budget_tokens(share, recording.seq_len),
         "seq_len": recording.seq_len,
-        "kept_tokens": len(kept),
+        "kept_tokens": kept_count(kept),
         "recall": find_gold(text, probe.fact.value) is not None,
         "answer": text,
         "gold": probe.fact.value,

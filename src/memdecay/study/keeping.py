@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memdecay.calibration.player import Observation, Tape
+from memdecay.engine.heads import HeadLedger
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.errors import BudgetError
 from memdecay.policy import get_policy
@@ -30,11 +32,13 @@ class Seen:
         peaks: (len(heads), seq_len) float32, the most attention that each token got in each.
         replay: (num_layers, num_heads, seq_len) float32, the same while the model repeated the
             context; None if it did not.
+        shape: layers of the model and KV heads of a layer.
     """
 
     heads: tuple[tuple[int, int], ...]
     peaks: Tensor
     replay: Tensor | None = None
+    shape: tuple[int, int] = (1, 1)
 
     def tell(self, ledger: Ledger, now: float) -> None:
         """Let the policy of a ledger that holds all tokens learn what it asks for (mutates)."""
@@ -70,7 +74,8 @@ def keep_sets(
         evidence: what heads were seen to attend to, for a policy that asks for it.
 
     Returns:
-        For each budget the (n,) int64 positions kept, ascending.
+        For each budget the (n,) int64 positions kept, ascending; for a policy whose keep set
+        differs by head, (num_layers, num_kv_heads, seq_len) bool, what each head keeps.
 
     Raises:
         BudgetError: what is pinned does not fit.
@@ -104,7 +109,12 @@ def replay(
     pins = torch.zeros(len(regions), dtype=torch.bool)
     if condition.pinned:  # for a policy that does not ask for labels
         pins = profile.tensors()[2][region]
-    ledger = Ledger(
+    kind: type[Ledger] | functools.partial[HeadLedger] = Ledger
+    if policy.per_head:
+        assert evidence is not None
+        layers, kv_heads = evidence.shape
+        kind = functools.partial(HeadLedger, layers=layers, heads=kv_heads)
+    ledger = kind(
         policy,
         profile,
         capacity=len(regions),
@@ -151,8 +161,16 @@ def _clock(ledger: Ledger, steps: int, condition: Condition) -> float:
 
 
 def _kept(ledger: Ledger, budget: int, steps: int, condition: Condition) -> Tensor:
-    gone = ledger.plan(ledger.length - budget, _clock(ledger, steps, condition))
-    return ledger["position"][~gone].clone()
+    gone = ledger.plan(ledger.over(budget), _clock(ledger, steps, condition))
+    return ~gone if ledger.parts > 1 else ledger["position"][~gone].clone()
+
+
+def kept_count(kept: Tensor) -> int:
+    """Return how many tokens a keep set takes the room of, rounded up."""
+    if kept.dim() == 1:
+        return len(kept)
+    layers, heads, _ = kept.shape
+    return -(-int(kept.sum()) // (layers * heads))
 
 
 def unpinned(profile: Profile) -> Profile:
@@ -244,4 +262,6 @@ def oracle(mass: Tensor, where: tuple[int, int], budget: int, around: int = 16) 
 
 def digest(kept: Tensor) -> str:
     """Return a short name of a keep set."""
-    return hashlib.sha256(kept.to(torch.int64).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(
+        (kept if kept.dim() > 1 else kept.to(torch.int64)).numpy().tobytes()
+    ).hexdigest()[:16]
