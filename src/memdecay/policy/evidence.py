@@ -109,8 +109,13 @@ def score(evidence: Tensor, usage: Tensor, log_prior: Tensor, prior_weight: floa
 def standardised(value: Tensor) -> Tensor:
     """Return z = (log(ε' + v) - mean) / std over the kept tokens; zeros where all are alike.
 
+    In float64, so that the order of the slots cannot change what is rounded.
+
     Args:
         value: v, (kv_len,) float32, share of one query's attention.
+
+    Returns:
+        (kv_len,) float32.
     """
-    said = (value + _TINY).log_()
-    return (said - said.mean()) / said.std(correction=0).clamp(min=1e-3)
+    said = (value + _TINY).log_().double()
+    return ((said - said.mean()) / said.std(correction=0).clamp(min=1e-3)).float()
