@@ -97,7 +97,9 @@ CASES = [(name, budget) for name in available() if name in PARAMS for budget in 
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_kept_pages_are_those_written_down(name: str, budget: int) -> None:
-    assert kept_pages(name, budget, **PARAMS[name]) == json.loads(KEPT.read_text())[f"{name} {budget}"]
+    assert (
+        kept_pages(name, budget, **PARAMS[name]) == json.loads(KEPT.read_text())[f"{name} {budget}"]
+    )
 
 
 def test_what_can_be_said_without_running_it() -> None:
@@ -118,6 +120,7 @@ def test_what_can_be_said_without_running_it() -> None:
 
 if __name__ == "__main__":
     lines = ",\n".join(
-        f'  "{name} {budget}": {json.dumps(kept_pages(name, budget, **PARAMS[name]))}' for name, budget in CASES
+        f'  "{name} {budget}": {json.dumps(kept_pages(name, budget, **PARAMS[name]))}'
+        for name, budget in CASES
     )
     KEPT.write_text("{\n" + lines + "\n}\n")
