@@ -229,9 +229,7 @@ def test_a_looked_at_token_outlives_what_nobody_looked_at(policy: MemDecay) -> N
 def test_sinks_and_the_newest_are_protected(policy: MemDecay) -> None:
     made = dataclasses.replace(policy, sinks=3, recent=5)
     tokens = cache(40, made)
-    expected = [
-        place < 3 or place >= tokens.seq_len - 5 for place in tokens.position.tolist()
-    ]
+    expected = [place < 3 or place >= tokens.seq_len - 5 for place in tokens.position.tolist()]
     assert made.protected(tokens, PROFILE).tolist() == expected
     none = dataclasses.replace(policy, sinks=0, recent=0)
     assert not none.protected(tokens, PROFILE).any()
