@@ -7,7 +7,6 @@ attention that a token got there ranks the facts of its episodes above all other
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,6 +19,7 @@ READ, REPLAY = "read", "replay"
 """When a head is watched: while the tokens are read, or while the model repeats them."""
 SETS = ("read", "replay")
 """Which policy a set of heads is for: one that only reads, or one that may also replay."""
+_LARGEST = 3.4028234663852886e38  # of float32, which scores are worked out in
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class EvidenceHead:
         for name in ("weight", "mean", "std"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            positive = name == "mean" or (number and value > 0)
-            if not number or not math.isfinite(value) or not positive:
+            in_range = number and -_LARGEST <= value <= _LARGEST  # false for NaN
+            if not in_range or (name != "mean" and value <= 0):
                 allowed = "a finite number" if name == "mean" else "a finite number above 0"
                 raise ProfileError(
                     f"{name} of an evidence head is {value!r}, but it must be {allowed}."

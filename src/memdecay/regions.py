@@ -282,7 +282,8 @@ class Profile:
             for name, fields in data.items()
             if name not in _RESERVED
         }
-        evidence = check_evidence(data.get(_EVIDENCE) or {})
+        evidence = data.get(_EVIDENCE)
+        evidence = check_evidence({} if evidence is None else evidence)
         return cls(regions, provenance=data.get(_PROVENANCE), evidence=evidence)
 
     @classmethod

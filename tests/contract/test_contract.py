@@ -16,6 +16,8 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
     "random": [{"seed": 3}],
     "h2o": [{"recent": 0}],
     "observation_masking": [{"keep_newest": 0}],
+    "memdecay": [{"usage_offset": 0.0, "prior_weight": 0.0}, {"sinks": 0, "recent": 0}],
+    "memdecay-replay": [{"usage_offset": 3.0}, {"sinks": 0, "recent": 0}],
 }
 POLICIES = [
     pytest.param(name, params, id="-".join([name, *(f"{k}={v}" for k, v in params.items())]))
@@ -26,7 +28,8 @@ POLICIES = [
 
 def test_the_policies_of_the_issue_are_installed() -> None:
     expected = "full h2o memdecay-paper observation_masking random snapkv streaming tova"
-    assert set(expected.split()) <= set(available())
+    ours = "memdecay memdecay-replay"
+    assert {*expected.split(), *ours.split()} <= set(available())
     assert set(VARIANTS) <= set(available())
 
 

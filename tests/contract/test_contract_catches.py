@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -92,6 +92,30 @@ class ReplayMutating(Good):
         return {"importance": attention.mul_(2).amax((0, 1))}
 
 
+@dataclass(frozen=True)
+class Heads(Good):
+    needs = frozenset({"heads"})
+    columns: ClassVar[Mapping[str, float]] = {"importance": 0.0}
+
+    def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
+        return [(0, 0), (1, 1)]
+
+
+class UndeclaredHeads(Heads):
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        return {"other": peak.amax(0)}
+
+
+class HeadsOfAnotherShape(Heads):
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        return {"importance": peak}
+
+
+class HeadsMutating(Heads):
+    def observe_heads(self, tokens: Tokens, peak: Tensor, profile: Profile) -> Mapping[str, Tensor]:
+        return {"importance": peak.mul_(2).amax(0)}
+
+
 class SurprisalMutating(Good):
     needs = frozenset({"surprisal"})
 
@@ -137,6 +161,9 @@ class HidesNaN(Good):
         ("check_columns", UndeclaredReplay),
         ("check_columns", ReplayOfAnotherShape),
         ("check_pure", ReplayMutating),
+        ("check_columns", UndeclaredHeads),
+        ("check_columns", HeadsOfAnotherShape),
+        ("check_pure", HeadsMutating),
         ("check_pure", SurprisalMutating),
         ("check_protected", ProtectsBadly),
         ("check_protected", ProtectsAll),

@@ -32,7 +32,9 @@ from memdecay.policy.testing import CHECKS
 BUILT_IN = {
     "full",
     "h2o",
+    "memdecay",
     "memdecay-paper",
+    "memdecay-replay",
     "observation_masking",
     "random",
     "snapkv",
@@ -252,6 +254,18 @@ BAD_PARAMETERS = [
     ("snapkv", "window", 0, "at least 1"),
     ("snapkv", "pooling", "median", "max, avg"),
     ("observation_masking", "keep_newest", -1, "at least 0"),
+    *(
+        (name, parameter, value, expected)
+        for name in ("memdecay", "memdecay-replay")
+        for parameter, value, expected in (
+            ("usage_offset", -0.5, "at least 0"),
+            ("usage_offset", float("nan"), "a finite number"),
+            ("prior_weight", float("inf"), "a finite number"),
+            ("prior_weight", "0.1", "a finite number"),
+            ("sinks", 4.0, "an integer"),
+            ("recent", True, "an integer"),
+        )
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from memdecay.errors import StudyError
 from memdecay.policy import get_policy
-from memdecay.policy.registry import available
+from memdecay.policy.registry import available, policy_class
 from memdecay.study.conditions import BUDGETS, GROUPS, PAPER, Condition, conditions
 from memdecay.study.settings import SETTINGS, Setting, get_setting
 
@@ -62,11 +62,13 @@ def test_a_policy_of_others_is_run_with_pages_if_it_is_kin(monkeypatch: pytest.M
     names = [*available(), "theirs"]
     monkeypatch.setattr("memdecay.study.conditions.available", lambda: names)
     monkeypatch.setattr(
-        "memdecay.study.conditions.get_policy",
-        lambda name: get_policy("memdecay-paper" if name == "theirs" else name),
+        "memdecay.study.conditions.policy_class",
+        lambda name: policy_class("memdecay-paper" if name == "theirs" else name),
     )
     sizes = {one.name: one.page_size for one in conditions(("policy",))}
     assert sizes["theirs"] == 16
+    for name in ("memdecay", "memdecay-replay"):
+        assert sizes[name] == policy_class(name).page_size
     assert sizes["tova"] == sizes["snapkv"] == sizes["observation_masking"] == 1
 
 

@@ -13,11 +13,13 @@ from engine.sessions import assistant, system, tiny, user, words
 from memdecay.calibration.player import Observation, Player, Script, Tape
 from memdecay.engine import MemDecayCache
 from memdecay.errors import BudgetError
+from memdecay.evidence import READ, REPLAY, EvidenceHead
 from memdecay.policy import get_policy
 from memdecay.regions import Profile, RegionPolicy
 from memdecay.study import keeping
 from memdecay.study.conditions import Condition, conditions
 from memdecay.study.keeping import (
+    Seen,
     budget_tokens,
     digest,
     keep_sets,
@@ -158,14 +160,24 @@ def test_every_parameter_matters() -> None:
     for one in played().observations:
         mass = torch.rand(len(one.mass), generator=numbers) ** 12
         sharp.append(replace(one, mass=mass / mass.sum()))
-    attended = Played(played().tape, sharp)
+    count = len(played().tape.ids)
+    looks = torch.rand(3, count, generator=numbers) ** 8  # two heads watched, one at replay too
+    seen = Seen(((0, 0), (0, 1)), looks[:2], looks[None])
+    head = EvidenceHead(0, 0, READ, weight=1.0, mean=-7.0, std=4.0)
+    profile = PROFILE.with_evidence(
+        {
+            "read": (head, replace(head, head=1)),
+            "replay": (head, replace(head, head=2, when=REPLAY, weight=2.0)),
+        }
+    )
     found: dict[str, list[str]] = {}
     for one in PLAIN:
         # Large pages leave too few choices to tell conditions apart.
         if one.page_size == 16 and one.align is None:
             one = replace(one, page_size=2)
         if one.rates == "calibrated":
-            found.setdefault(str(attended.keeps(one, [90, 60])), []).append(one.name)
+            kept = keep_sets(played().tape, sharp, one, profile, [90, 60], seen)
+            found.setdefault(str([part.tolist() for part in kept]), []).append(one.name)
     assert [names for names in found.values() if len(names) > 1] == []
 
 
@@ -272,9 +284,9 @@ class TestShuffled:
         """The labels of every try."""
         tries: list[list[str]] = []
 
-        def noted(tape, observations, condition, profile, regions):
+        def noted(tape, observations, condition, profile, regions, evidence):
             tries.append([*regions])
-            return replay(tape, observations, condition, profile, regions)
+            return replay(tape, observations, condition, profile, regions, evidence)
 
         monkeypatch.setattr(keeping, "replay", noted)
         return tries

@@ -168,7 +168,7 @@ class TestToItsEnd:
         for _ in range(2):  # done, and already done
             told.clear()
             run_setting(one, tmp_path, Here(), advance=advance)
-            assert told == pytest.approx({"measure": 2, "ask": 2, "overhead": 1})
+            assert told == pytest.approx({"measure": 2, "watch": 2, "ask": 2, "overhead": 1})
 
 
 class TestGoingOn:

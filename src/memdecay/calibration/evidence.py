@@ -52,13 +52,13 @@ def smooth(values: Tensor, reach: int = REACH) -> Tensor:
 def auc(values: Tensor, needed: Tensor) -> Tensor:
     """Return (...,), the chance that a needed token has a higher value than another one.
 
-    Ties are broken by order, as good as at random among many values.
+    Of equal values the later one counts as higher, as good as at random among many values.
 
     Args:
         values: (..., n).
         needed: (n,) bool, some of them true and some false.
     """
-    rank = values.argsort(-1).argsort(-1).double() + 1
+    rank = values.argsort(stable=True, dim=-1).argsort(-1).double() + 1
     count = int(needed.sum())
     others = len(needed) - count
     return (rank[..., needed].sum(-1) - count * (count + 1) / 2) / (count * others)

@@ -844,11 +844,15 @@ class MemDecayCache(AttachedCache):
                 self._grow(number, table, capacity)
 
     def _at_least(self, ledger: Ledger, excess: int) -> int:
-        """Return the excess, or what the policy would free at once if more than that is free."""
+        """Return the excess, or what the policy would free at once if it can spare more."""
         wanted = self.policy.evict_at_least * ledger.parts
         if not 0 < excess < wanted:
             return excess
-        return max(excess, min(wanted, ledger.size - sum(ledger.stuck()) * ledger.parts))
+        if ledger.parts > 1:
+            free = ledger.size - sum(ledger.stuck()) * ledger.parts
+        else:
+            free = ledger.spare(self.clock_of(ledger))
+        return max(excess, min(wanted, free))
 
     @uninterrupted
     def _grow(self, number: int, table: SlotTable, capacity: int) -> None:

@@ -475,6 +475,18 @@ class Ledger:
         score = self.policy.score(self.tokens(now), self.profile)
         return page_scores(score, self["page_index"], self.num_pages)
 
+    def spare(self, now: float) -> int:
+        """Return how many tokens are in pages that nothing keeps: no pin, no preference."""
+        stays = self.held()
+        preferred = self.policy.protected(self.tokens(now), self.profile)
+        if preferred is not None:
+            stays = stays | preferred
+        pages = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
+        pages[self["page_index"][stays]] = True
+        if self.open_page is not None:
+            pages[self.open_page] = True
+        return int((~pages[self["page_index"]]).sum())
+
     def held(self) -> Tensor:
         """Return (kv_len,) bool, the tokens that a pin keeps, alone or through their page."""
         held = self["pinned"]

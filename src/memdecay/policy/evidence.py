@@ -109,13 +109,16 @@ def score(evidence: Tensor, usage: Tensor, log_prior: Tensor, prior_weight: floa
 def standardised(value: Tensor) -> Tensor:
     """Return z = (v - mean) / std over the kept tokens, so that two claims can be compared.
 
+    In float64, so that the order of the slots cannot change what is rounded.
+
     Args:
         value: v, (kv_len,) float32.
 
     Returns:
         (kv_len,) float32; zeros where all are alike.
     """
-    return (value - value.mean()) / value.std(correction=0).clamp(min=1e-3)
+    exact = value.double()
+    return ((exact - exact.mean()) / exact.std(correction=0).clamp(min=1e-3)).float()
 
 
 def log_usage(usage: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
+from memdecay.evidence import READ, REPLAY, EvidenceHead
 from memdecay.policy.base import Policy, Tokens
 from memdecay.policy.head_pages import plan_head_eviction
 from memdecay.policy.pages import page_scores, plan_eviction
@@ -99,7 +100,8 @@ def sample(
     For a `per_head` policy it has 3 layers of 2 KV heads, which lack some of the tokens each.
 
     Args:
-        policy: its columns are filled by its own `on_insert`, `observe` and `on_replay`.
+        policy: its columns are filled by its own `on_insert`, `observe`, `observe_heads` and
+            `on_replay`; one that needs "heads" gets a profile with evidence heads.
         kept_pages: number of pages; the last one is half full.
         page_size: tokens a page.
         seed: which cache.
@@ -139,6 +141,8 @@ def sample(
         surprisal = -torch.rand(len(position), generator=luck).log()
         tokens = dataclasses.replace(tokens, surprisal=surprisal.masked_fill(position == 0, 0))
     profile = Profile.default()
+    if "heads" in policy.needs:
+        profile = profile.with_evidence(_EVIDENCE)
     tokens = _with(tokens, policy, policy.on_insert(tokens))
     for _ in range(3):
         mass = torch.rand(len(position), generator=dice) ** 4
@@ -146,6 +150,9 @@ def sample(
         tokens = dataclasses.replace(
             _with(tokens, policy, columns), num_observed=tokens.num_observed + 1
         )
+    for _ in range(2 if "heads" in policy.needs else 0):
+        columns = policy.observe_heads(tokens, _peaks(policy, tokens, profile, luck), profile)
+        tokens = _with(tokens, policy, columns)
     for part in range(2 if "replay" in policy.needs else 0):
         columns = policy.on_replay(tokens, _replay(tokens, luck), profile)
         tokens = dataclasses.replace(
@@ -181,8 +188,10 @@ def check_columns(policy: Policy) -> None:
     mass = torch.full_like(case.tokens.inserted_at, 1 / case.tokens.kv_len)
     inserted = policy.on_insert(case.tokens)
     observed = policy.observe(case.tokens, mass, case.profile)
+    peaks = _peaks(policy, case.tokens, case.profile)
+    watched = policy.observe_heads(case.tokens, peaks, case.profile)
     replayed = policy.on_replay(case.tokens, _replay(case.tokens), case.profile)
-    for columns in (inserted, observed, replayed):
+    for columns in (inserted, observed, watched, replayed):
         declared = {*policy.columns, *policy.head_columns}
         assert set(columns) <= declared, f"{set(columns)} were not declared"
         for name, column in columns.items():
@@ -214,13 +223,15 @@ def check_pure(policy: Policy) -> None:
     case = sample(policy)
     mass = torch.rand(case.tokens.kv_len, generator=torch.Generator().manual_seed(1))
     attention = _replay(case.tokens)
-    inputs = [mass, attention, case.page_index, case.pinned, *case.tokens.state.values()]
+    peaks = _peaks(policy, case.tokens, case.profile)
+    inputs = [mass, attention, peaks, case.page_index, case.pinned, *case.tokens.state.values()]
     inputs += case.tokens.head_state.values()
     inputs += [value for value in vars(case.tokens).values() if isinstance(value, Tensor)]
     before = [value.clone() for value in inputs]
     config = json.dumps(policy_config(policy))
     policy.on_insert(case.tokens)
     policy.observe(case.tokens, mass, case.profile)
+    policy.observe_heads(case.tokens, peaks, case.profile)
     policy.on_replay(case.tokens, attention, case.profile)
     policy.score(case.tokens, case.profile)
     policy.protected(case.tokens, case.profile)
@@ -387,6 +398,26 @@ def _with(tokens: Tokens, policy: Policy, columns: Mapping[str, Tensor]) -> Toke
         state={**tokens.state, **by_token},
         head_state={**tokens.head_state, **by_head},
     )
+
+
+_READ_HEADS = (
+    EvidenceHead(0, 1, READ, weight=2.0, mean=-4.0, std=1.5),
+    EvidenceHead(1, 2, READ, weight=1.0, mean=-5.0, std=2.0),
+)
+_EVIDENCE = {
+    "read": _READ_HEADS,
+    "replay": (EvidenceHead(1, 0, REPLAY, weight=3.0, mean=-3.0, std=1.0), *_READ_HEADS),
+}
+"""Heads of the model of two layers of three heads that `_replay` is of."""
+
+
+def _peaks(
+    policy: Policy, tokens: Tokens, profile: Profile, dice: torch.Generator | None = None
+) -> Tensor:
+    """Return (number of heads, kv_len), what the watched heads may have given."""
+    dice = torch.Generator().manual_seed(3) if dice is None else dice
+    count = len(policy.heads(profile)) if "heads" in policy.needs else 1
+    return torch.rand(count, tokens.kv_len, generator=dice) ** 4
 
 
 def _replay(tokens: Tokens, dice: torch.Generator | None = None) -> Tensor:

@@ -83,7 +83,7 @@ def keep_sets(
     if condition.policy == "full":
         return [torch.arange(len(tape.ids)) for _ in budgets]
     if condition.labels == "shuffled":
-        return _shuffled(tape, observations, condition, profile, budgets)
+        return _shuffled(tape, observations, condition, profile, budgets, evidence)
     regions = tape.regions
     if condition.labels == "noise":
         regions = noisy(tape, condition.noise, profile, condition.seed)
@@ -215,6 +215,7 @@ def _shuffled(
     condition: Condition,
     profile: Profile,
     budgets: Sequence[int],
+    evidence: Seen | None,
 ) -> list[Tensor]:
     """Deal the spans' labels out anew, until what is pinned fits."""
     draw = _random(condition.seed, "shuffled", tape)
@@ -226,7 +227,7 @@ def _shuffled(
         regions = [
             name for name, (start, end) in zip(dealt, spans, strict=True) for _ in range(start, end)
         ]
-        ledger = replay(tape, observations, condition, profile, regions)
+        ledger = replay(tape, observations, condition, profile, regions, evidence)
         try:
             return [_kept(ledger, budget, observations[-1].now, condition) for budget in budgets]
         except BudgetError as error:

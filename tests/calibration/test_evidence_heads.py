@@ -1,0 +1,193 @@
+"""Heads that foretell are found among those that do not, by areas that loops confirm."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from memdecay.calibration.evidence import COUNTS, Watched, auc, choose, smooth
+from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead, check_evidence
+from memdecay.policy.evidence import REACH, evidence, shared
+
+SEEDED = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+LAYERS, HEADS = 3, 4
+
+
+class TestSmooth:
+    @SEEDED
+    @given(st.integers(1, 30), st.integers(0, 5), st.integers(0, 999))
+    def test_it_is_the_mean_of_the_neighbours(self, count: int, reach: int, seed: int) -> None:
+        values = torch.rand(2, 3, count, generator=torch.Generator().manual_seed(seed)) - 0.5
+        found = smooth(values, reach)
+        assert found.shape == values.shape
+        for row, said in zip(values.flatten(0, 1).tolist(), found.flatten(0, 1), strict=True):
+            expected = []
+            for place in range(count):
+                near = row[max(0, place - reach) : place + reach + 1]
+                expected.append(sum(near) / len(near))
+            assert said.tolist() == pytest.approx(expected, abs=1e-6)
+
+    def test_it_is_what_the_policy_shares_where_nothing_is_evicted(self) -> None:
+        values = torch.rand(1, 40)
+        assert torch.allclose(smooth(values)[0], shared(values[0], torch.arange(40)), atol=1e-6)
+        assert torch.equal(smooth(values), smooth(values, REACH))
+
+
+class TestAUC:
+    @SEEDED
+    @given(st.integers(2, 40), st.integers(0, 9999))
+    def test_it_is_the_share_of_pairs_that_are_in_order(self, count: int, seed: int) -> None:
+        dice = random.Random(seed)
+        rows = [dice.sample(range(1000), count) for _ in range(3)]
+        needed = [dice.random() < 0.4 for _ in range(count)]
+        needed[0], needed[-1] = True, False
+        found = auc(torch.tensor(rows).float(), torch.tensor(needed))
+        for row, said in zip(rows, found.tolist(), strict=True):
+            wanted = [value for value, one in zip(row, needed, strict=True) if one]
+            others = [value for value, one in zip(row, needed, strict=True) if not one]
+            won = sum(one > other for one in wanted for other in others)
+            assert said == pytest.approx(won / (len(wanted) * len(others)))
+
+    def test_all_none_and_half(self) -> None:
+        needed = torch.tensor([False, True, False, True])
+        assert float(auc(torch.tensor([0.1, 0.8, 0.2, 0.9]), needed)) == 1.0
+        assert float(auc(torch.tensor([0.8, 0.1, 0.9, 0.2]), needed)) == 0.0
+        assert float(auc(torch.tensor([0.3, 0.2, 0.1, 0.4]), needed)) == 0.75
+
+    @SEEDED
+    @given(st.integers(2, 60), st.integers(0, 9999))
+    def test_a_tie_is_won_by_the_later_token(self, count: int, seed: int) -> None:
+        dice = random.Random(seed)
+        row = [dice.randrange(3) for _ in range(count)]
+        needed = [dice.random() < 0.5 for _ in range(count)]
+        needed[0], needed[-1] = True, False
+        won = [
+            (row[one], one) > (row[other], other)
+            for one in range(count)
+            for other in range(count)
+            if needed[one] and not needed[other]
+        ]
+        found = auc(torch.tensor(row).float(), torch.tensor(needed))
+        assert float(found) == pytest.approx(sum(won) / len(won))
+
+
+def episode(
+    seed: int, tells: dict[tuple[int, int, int], float], n: int = 160, quiet: float = -6.0
+) -> Watched:
+    """Facts of five tokens; some (time, layer, head) looked at them, all others at random."""
+    dice = torch.Generator().manual_seed(seed)
+    logs = quiet + torch.randn(2, LAYERS, HEADS, n, generator=dice)
+    needed = torch.zeros(n, dtype=torch.bool)
+    for start in (20, 60, 61, 110):
+        needed[start : start + 5] = True
+    for place, strength in tells.items():
+        logs[place][needed] += strength
+    counted = torch.ones(n, dtype=torch.bool)
+    counted[:4] = counted[-24:] = False
+    # What is not counted is loud everywhere, and would show if it were.
+    logs[..., ~counted] = -1.0
+    return Watched(f"s{seed}", logs.exp().clamp(max=1).half(), needed, counted)
+
+
+READS = {(0, 0, 1): 2.5, (0, 2, 3): 1.8, (0, 1, 0): 1.4}
+BOTH = {(0, 0, 1): 1.6, (1, 2, 0): 2.5, (1, 0, 1): 1.6}
+
+
+def places(heads: tuple[EvidenceHead, ...]) -> set[tuple[int, int, int]]:
+    return {((READ, REPLAY).index(one.when), one.layer, one.head) for one in heads}
+
+
+class TestChoose:
+    @pytest.mark.parametrize(("use", "tells"), [("read", READS), ("replay", BOTH)])
+    def test_the_heads_that_tell_are_found(
+        self, use: str, tells: dict[tuple[int, int, int], float]
+    ) -> None:
+        heads, reached = choose([episode(seed, tells) for seed in range(6)], use)
+        assert set(tells) <= places(heads)
+        weights = {place: one.weight for one in heads for place in tells if place in places((one,))}
+        assert sum(one.weight for one in heads) == COUNTS[use]
+        assert sum(weights.values()) > COUNTS[use] / 2
+        assert 0.9 < reached <= 1.0
+
+    def test_a_set_for_reading_sees_no_replay(self) -> None:
+        loud = {**READS, (1, 1, 1): 4.0}
+        heads, _ = choose([episode(seed, loud) for seed in range(4)], "read")
+        assert {one.when for one in heads} == {READ}
+        heads, _ = choose([episode(seed, loud) for seed in range(4)], "replay")
+        assert (1, 1, 1) in places(heads)
+        assert list(check_evidence({"replay": heads})) == ["replay"]
+
+    def test_where_no_head_tells_the_sum_reaches_little(self) -> None:
+        _, reached = choose([episode(seed, {}) for seed in range(12)], "read")
+        told, clear = choose([episode(seed, READS) for seed in range(12)], "read")
+        assert reached < 0.7 < 0.9 < clear and told
+
+    def test_means_and_deviations_are_those_of_what_is_counted(self) -> None:
+        episodes = [episode(seed, READS, quiet=-5.0 - seed / 4) for seed in range(3)]
+        heads, _ = choose(episodes, "read")
+        for one in heads:
+            means, stds = [], []
+            for watched in episodes:
+                peaks = watched.peaks[0, one.layer, one.head].float()
+                logs = [math.log(peak + FLOOR) for peak in peaks[watched.counted].tolist()]
+                means.append(statistics.fmean(logs))
+                stds.append(statistics.stdev(logs))
+            assert one.mean == pytest.approx(statistics.fmean(means), abs=1e-3)
+            assert one.std == pytest.approx(statistics.fmean(stds), abs=1e-3)
+
+    def test_what_is_reached_is_the_auc_of_the_evidence_of_a_policy(self) -> None:
+        """With one episode its means are the profile's, so the policy says the same."""
+        watched = episode(1, READS)
+        heads, reached = choose([watched], "read")
+        peaks = [watched.peaks[0, one.layer, one.head].float() for one in heads]
+        said = shared(evidence(peaks, heads), torch.arange(len(watched.needed)))
+        counted = watched.counted
+        assert float(auc(said[counted], watched.needed[counted])) == pytest.approx(
+            reached, abs=0.005
+        )
+
+    def test_one_loud_head_does_not_take_every_place(self) -> None:
+        """A second one that tells something else is worth more than the first again."""
+        made = []
+        for seed in range(6):
+            one = episode(seed, {})
+            peaks = one.peaks.clone()
+            peaks[0, 0, 0, 20:25] *= 20
+            peaks[0, 1, 1, 60:66] *= 20
+            peaks[0, 2, 2, 110:115] *= 20
+            made.append(Watched(one.cluster, peaks.clamp(max=1), one.needed, one.counted))
+        heads, _ = choose(made, "read")
+        assert {(0, 0, 0), (0, 1, 1), (0, 2, 2)} <= places(heads)
+
+    def test_the_same_again_and_in_any_company(self) -> None:
+        def fresh() -> list[Watched]:
+            return [episode(seed, BOTH) for seed in range(4)]
+
+        for use in COUNTS:
+            first, reached = choose(fresh(), use)
+            torch.rand(7)
+            again, other = choose(fresh(), use)
+            assert first == again and reached == other
+            backwards, near = choose(fresh()[::-1], use)
+            assert places(backwards) >= set(BOTH) & places(first)
+            assert near == pytest.approx(reached, abs=0.02)
+
+    def test_nothing_given_is_changed(self) -> None:
+        watched = episode(0, READS)
+        before: list[Tensor] = [one.clone() for one in (watched.peaks, watched.needed)]
+        choose([watched], "replay")
+        assert torch.equal(before[0], watched.peaks) and torch.equal(before[1], watched.needed)
+
+    def test_a_head_that_never_looks_is_no_trouble(self) -> None:
+        watched = episode(0, READS)
+        peaks = watched.peaks.clone()
+        peaks[:, 1] = 0
+        heads, reached = choose([Watched("x", peaks, watched.needed, watched.counted)], "read")
+        assert all(math.isfinite(one.mean) and one.std > 0 for one in heads) and reached > 0.9

@@ -1,0 +1,203 @@
+"""A study with evidence policies: heads are watched once, and chosen without the asked scenario."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from memdecay.calibration.evidence import COUNTS, choose
+from memdecay.evidence import READ
+from memdecay.regions import Profile
+from memdecay.study import answers, overhead, run, watching, workers
+from memdecay.study.conditions import Condition, conditions
+from memdecay.study.rows import read_rows
+from memdecay.study.run import Advance, Task, run_setting, with_changes
+from memdecay.study.settings import Setting
+from memdecay.study.watching import from_file, to_bytes, watch
+from memdecay.study.workers import Here
+from study.study_tiny import episodes, small, two_scenarios
+
+MODEL = "llama"
+NAMES = ("memdecay", "memdecay-replay")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_model() -> Iterator[None]:
+    """A tiny model for every name, few conditions, short answers, and no stop watch."""
+
+    def few(groups: tuple[str, ...]) -> list[Condition]:
+        kept = (*NAMES, "streaming", "full")
+        return [one for one in conditions(groups) if one.name in kept]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_model", lambda name, dtype: small(MODEL))
+        patch.setattr(run, "conditions", few)
+        patch.setattr(overhead, "measure_overhead", lambda *_: {"scored_step_ms": 1.0})
+        patch.setattr(answers, "MAX_NEW_TOKENS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    return Setting(
+        name="tiny-heads",
+        model="tiny",
+        model_name="tiny",
+        tier="short",
+        dtype="float32",
+        groups=("paper", "policy"),
+        scenarios=two_scenarios(tmp_path_factory.mktemp("scenarios")),
+        variants=(0,),
+        burst=4,
+        calibration_burst=24,
+    )
+
+
+class Noted(Here):
+    """Notes every task."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def results(self, tasks: Sequence[Task], advance: Advance) -> Iterator[tuple[Task, Any]]:
+        self.tasks += tasks
+        yield from super().results(tasks, advance)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [task.kind for task in self.tasks]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, setting: Setting) -> tuple[Path, Noted]:
+    """The folder of a run, and its tasks; tests do not write to it."""
+    noted = Noted()
+    return run_setting(setting, tmp_path_factory.mktemp("runs"), noted), noted
+
+
+def comparable(folder: Path) -> pd.DataFrame:
+    rows = read_rows(folder).drop(columns=["commit", "date"])
+    return rows.sort_values(
+        ["scenario", "variant", "region", "policy", "budget"], ignore_index=True
+    )
+
+
+def test_every_policy_has_its_rows(done: tuple[Path, Noted]) -> None:
+    folder, noted = done
+    rows = read_rows(folder)
+    counts = rows.groupby(["policy", "budget"]).size().to_dict()
+    assert counts == {
+        ("full", 1.0): 8,
+        **{(name, share): 8 for name in (*NAMES, "streaming") for share in (0.25, 0.5)},
+    }
+    assert (rows["kept_tokens"] > 0).all()
+    bound = rows[rows["budget"] < 1]
+    assert (bound["kept_tokens"] <= bound["budget_tokens"]).all()
+    assert noted.kinds.count("watch") == 2  # each episode once
+    assert {path.stem for path in (folder / "heads").iterdir()} == {"mill-0", "ferry-0"}
+    by_probe = bound.pivot_table(
+        index=["scenario", "region", "budget"],
+        columns="policy",
+        values="keep_digest",
+        aggfunc="first",
+    )
+    assert (by_probe["memdecay"] != by_probe["memdecay-replay"]).any()
+    assert (by_probe["memdecay"] != by_probe["streaming"]).all()
+
+
+def test_a_profile_has_the_heads_of_the_other_scenario(done: tuple[Path, Noted]) -> None:
+    folder, noted = done
+    for left_out, other in (("mill", "ferry"), ("ferry", "mill")):
+        saved = Profile.load(folder / "profiles" / f"{left_out}.yaml")
+        watched = from_file(folder / "heads" / f"{other}-0.safetensors", other)
+        assert set(saved.evidence) == set(COUNTS)
+        for use in COUNTS:
+            assert saved.evidence[use] == choose([watched], use)[0]
+        asked = [
+            Profile.from_dict(task.profiles["calibrated"])
+            for task in noted.tasks
+            if task.kind == "ask" and task.episode.scenario == left_out
+        ]
+        assert asked == [saved]
+    first, second = (Profile.load(path) for path in sorted((folder / "profiles").iterdir()))
+    assert dict(first.evidence) != dict(second.evidence)
+
+
+def test_profiles_are_enough_to_go_on(
+    done: tuple[Path, Noted], setting: Setting, tmp_path: Path
+) -> None:
+    """What was watched is not handed on; a second run keeps the same tokens without it."""
+    folder = tmp_path / setting.name
+    shutil.copytree(done[0], folder)
+    before = {path.name: path.read_text() for path in (folder / "profiles").iterdir()}
+    shutil.rmtree(folder / "heads")
+    nobody = Noted()
+    run_setting(setting, tmp_path, nobody)
+    assert nobody.tasks == []
+    shutil.rmtree(folder / "rows")
+    again = Noted()
+    run_setting(setting, tmp_path, again)
+    assert set(again.kinds) == {"ask"}
+    assert not (folder / "heads").exists()
+    assert before == {path.name: path.read_text() for path in (folder / "profiles").iterdir()}
+    pd.testing.assert_frame_equal(comparable(folder), comparable(done[0]))
+
+
+def test_without_profiles_what_was_watched_is_used_again(
+    done: tuple[Path, Noted], setting: Setting, tmp_path: Path
+) -> None:
+    folder = tmp_path / setting.name
+    shutil.copytree(done[0], folder)
+    shutil.rmtree(folder / "profiles")
+    (folder / "heads" / "mill-0.safetensors").unlink()
+    noted = Noted()
+    run_setting(setting, tmp_path, noted)
+    assert [(task.kind, task.episode.name) for task in noted.tasks] == [("watch", "mill-0")]
+    for path in (folder / "profiles").iterdir():
+        assert Profile.load(path) == Profile.load(done[0] / "profiles" / path.name)
+
+
+def test_nobody_watches_where_no_policy_asks(setting: Setting, tmp_path: Path) -> None:
+    noted = Noted()
+    told: dict[str, float] = {}
+
+    def advance(kind: str, share: float) -> None:
+        told[kind] = told.get(kind, 0.0) + share
+
+    folder = run_setting(with_changes(setting, groups=("paper",)), tmp_path, noted, advance=advance)
+    assert "watch" not in noted.kinds and told["watch"] == 2
+    assert not (folder / "heads").exists()
+    assert all(not Profile.load(path).evidence for path in (folder / "profiles").iterdir())
+    more = Noted()
+    run_setting(setting, tmp_path, more)
+    assert more.kinds.count("watch") == 2 and set(more.kinds) == {"watch", "ask"}
+    assert all(Profile.load(path).evidence for path in (folder / "profiles").iterdir())
+
+
+def test_what_is_watched_and_what_is_needed(tmp_path: Path) -> None:
+    model, tokenizer = small(MODEL)
+    episode = episodes(tmp_path)[1]
+    watched = watch(model, tokenizer, episode, burst=4)
+    length = len(watched.needed)
+    shape = (2, model.config.num_hidden_layers, model.config.num_attention_heads, length)
+    assert watched.peaks.shape == shape and watched.cluster == "mill"
+    assert watched.peaks.min() >= 0 and 0.05 < watched.peaks.max() <= 1
+    assert (watched.peaks[0] != watched.peaks[1]).any()
+    counted = [watching.SINKS <= place < length - watching.UNREAD for place in range(length)]
+    assert watched.counted.tolist() == counted
+    assert 4 <= int(watched.needed.sum()) < length // 4
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(to_bytes(watched))
+    again = from_file(path, "mill")
+    assert again.cluster == watched.cluster
+    for name in ("peaks", "needed", "counted"):
+        assert torch.equal(getattr(again, name), getattr(watched, name))
+    again = watch(model, tokenizer, episode, burst=4)
+    assert torch.equal(again.peaks, watched.peaks)
+    assert all(head.when == READ for head in choose([watched], "read")[0])
