@@ -157,13 +157,15 @@ def test_a_score_is_the_better_claim_and_a_little_of_the_prior(
 
 @SEEDED
 @given(st.integers(1, 30), seeds)
-def test_standardised_is_the_z_of_the_logarithm(count: int, seed: int) -> None:
+def test_standardised_is_the_z_of_what_is_kept(count: int, seed: int) -> None:
     value = drawn(count, seed)
-    logs = [math.log(float(one) + 1e-6) for one in value]
-    mean = statistics.fmean(logs)
-    std = max(statistics.pstdev(logs), 1e-3)
-    expected = [(one - mean) / std for one in logs]
+    numbers = [float(one) for one in value]
+    mean = statistics.fmean(numbers)
+    std = max(statistics.pstdev(numbers), 1e-3)
+    expected = [(one - mean) / std for one in numbers]
     found = evidence.standardised(value)
+    logs = [math.log(one + 1e-6) for one in numbers]
+    assert evidence.log_usage(value).tolist() == pytest.approx(logs, rel=1e-3, abs=2e-3)
     assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=2e-3)
     assert found.dtype == torch.float32 and torch.equal(value, drawn(count, seed))
 

@@ -53,9 +53,14 @@ def expected_score(policy: MemDecay, tokens: Tokens, said: Tensor | None) -> Ten
     prior = evidence.log_prior(
         base[tokens.region], rate[tokens.region], tokens.now - tokens.inserted_at
     )
-    usage = evidence.standardised(tokens.state["usage"]) - policy.usage_offset
-    claim = usage if said is None else evidence.shared(said, tokens.position)
-    return evidence.score(claim, usage, prior, policy.prior_weight)
+    usage = claim_of(evidence.log_usage(tokens.state["usage"]), tokens)
+    claim = usage if said is None else claim_of(said, tokens)
+    return evidence.score(claim, usage - policy.usage_offset, prior, policy.prior_weight)
+
+
+def claim_of(value: Tensor, tokens: Tokens) -> Tensor:
+    """A claim, shared with the neighbours and on the scale of all claims."""
+    return evidence.standardised(evidence.shared(value, tokens.position))
 
 
 @EITHER
@@ -91,7 +96,7 @@ def test_the_parameters_weigh(policy: MemDecay) -> None:
     used = dataclasses.replace(policy, usage_offset=0.0, prior_weight=0.0)
     deaf = dataclasses.replace(policy, usage_offset=1000.0, prior_weight=0.0)
     heads = policy.evidence_heads(PROFILE)
-    said = evidence.shared(policy.said(tokens, heads), tokens.position)
+    said = claim_of(policy.said(tokens, heads), tokens)
     assert torch.equal(deaf.score(tokens, PROFILE), said)
     assert (used.score(tokens, PROFILE) >= said).all()
     assert (used.score(tokens, PROFILE) > said).any()
@@ -175,7 +180,7 @@ def test_what_was_not_repeated_is_judged_by_the_heads_of_reading() -> None:
 
 
 def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
-    """Its columns are still 0, the least that a head can say, so that usage speaks."""
+    """Its columns are still 0 for all of them, so that they are alike and usage speaks."""
     policy = MemDecayReplay(prior_weight=0.0)
     profile = PROFILE.with_evidence({"replay": (AGAIN_A,)})
     tokens = cache(40, policy)
@@ -184,8 +189,8 @@ def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
         replayed=torch.zeros(40) > 0,
         state={**tokens.state, "peak_0": torch.zeros(40)},
     )
-    usage = evidence.standardised(fresh.state["usage"]) - policy.usage_offset
-    assert torch.equal(policy.score(fresh, profile), usage.clamp(min=-evidence.CLIP))
+    usage = claim_of(evidence.log_usage(fresh.state["usage"]), fresh) - policy.usage_offset
+    assert torch.equal(policy.score(fresh, profile), usage.clamp(min=0))
 
 
 @EITHER

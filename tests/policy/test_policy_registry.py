@@ -33,6 +33,7 @@ BUILT_IN = {
     "full",
     "h2o",
     "memdecay",
+    "memdecay-heads",
     "memdecay-paper",
     "memdecay-replay",
     "observation_masking",
