@@ -17,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
-from memdecay.engine.known import known_evidence
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move, SlotTable
@@ -177,8 +176,7 @@ class MemDecayCache(AttachedCache):
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
         policy: a name, or a policy.
-        profile: region policies, the defaults if None. For a policy that needs heads, those of a
-            profile without evidence are what the package knows of the model.
+        profile: region policies, the defaults if None.
         page_size: tokens a page, only whole pages are evicted; what the policy prefers if None.
         align: "region" to open a fresh page at every region boundary.
         clock: "steps" (decode steps, as in the paper) or "tokens" (every token is a step).
@@ -228,8 +226,6 @@ class MemDecayCache(AttachedCache):
         self.profile = Profile.default() if profile is None else profile
         if not isinstance(self.profile, Profile):
             raise MemDecayError(f"profile is {profile!r}, but it must be a Profile or None.")
-        if "heads" in self.policy.needs and not self.profile.evidence:
-            self.profile = self.profile.with_evidence(known_evidence(model.config))
         _check_choice("align", align, (None, "region"))
         _check_choice("clock", clock, ("steps", "tokens"))
         if page_size is None:
