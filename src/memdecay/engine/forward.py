@@ -6,7 +6,6 @@ In a decode step the softmax that makes the output is the observation. In a prom
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memdecay.engine.attach import AttachedForward
+from memdecay.engine.logits import LOWEST, capped, scale_of
 from memdecay.engine.watch import peak_attention
-from memdecay.errors import ModelError
 
 if TYPE_CHECKING:
     from memdecay.engine.cache import MemDecayCache
@@ -137,11 +136,7 @@ class Forward(AttachedForward):
         Returns:
             `(batch, count, num_heads, head_dim)`, and None for the weights.
         """
-        if kwargs.get("position_bias") is not None:
-            raise ModelError(
-                f"{type(module).__name__} adds a position bias, which memdecay cannot serve."
-            )
-        scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        scale = scale_of(module, query, scaling, kwargs)
         self.num_heads = query.shape[1]
         if query.shape[2] == 1:
             out = self._decode(query, key, value, attention_mask, scale, softcap)
@@ -204,13 +199,10 @@ class Forward(AttachedForward):
             # On CPU a bf16 bmm copies the strided keys; one mm a head does not.
             by_head = [row @ head.t() for row, head in zip(rows, keys, strict=True)]
             logits = torch.stack(by_head).float().mul_(scale)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+        logits = capped(logits, softcap)
         if mask is not None:
             hidden = ~mask.reshape(batch, 1, 1, width)
-            logits.view(batch, kv_heads, group, width).masked_fill_(
-                hidden, torch.finfo(torch.float32).min
-            )
+            logits.view(batch, kv_heads, group, width).masked_fill_(hidden, LOWEST)
         weights = torch.softmax(logits, -1, out=probability).to(query.dtype)
         out = torch.bmm(weights, values)
         return out.reshape(batch, 1, heads, -1)
@@ -244,10 +236,8 @@ class Forward(AttachedForward):
         packed = query.reshape(batch, kv_heads, group, last, head_dim)
         for head in range(kv_heads):
             logits = torch.matmul(packed[:, head], key[:, head, None].transpose(-1, -2))
-            logits = logits.float().mul_(scale)
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
+            logits = capped(logits.float().mul_(scale), softcap)
+            logits.masked_fill_(hidden, LOWEST)
             total += torch.softmax(logits, -1).sum(1)
         window = self.cache.table_of(self.layer).window
         if window in self.sums:
@@ -345,8 +335,7 @@ def _softcapped(
     batch, heads, count, head_dim = query.shape
     kv_heads, width = key.shape[1], key.shape[2]
     packed = query.reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
-    logits = torch.matmul(packed, key[:, :, None].transpose(-1, -2)) * scale
-    logits = torch.tanh(logits / softcap) * softcap
+    logits = capped(torch.matmul(packed, key[:, :, None].transpose(-1, -2)) * scale, softcap)
     hidden = ~mask[:, :, None] if mask is not None else _future(count, width, query.device)
     logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)

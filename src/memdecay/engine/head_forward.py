@@ -7,7 +7,6 @@ head's entries, whatever was evicted.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memdecay.engine.forward import Forward, _future
 from memdecay.engine.heads import HeadPool
+from memdecay.engine.logits import LOWEST, capped, scale_of
 from memdecay.engine.watch import peak_attention
-from memdecay.errors import ModelError
 
 if TYPE_CHECKING:
     from memdecay.engine.head_cache import HeadCache
@@ -61,11 +60,7 @@ class HeadForward(Forward):
         Returns:
             `(1, count, num_heads, head_dim)`, and None for the weights.
         """
-        if kwargs.get("position_bias") is not None:
-            raise ModelError(
-                f"{type(module).__name__} adds a position bias, which memdecay cannot serve."
-            )
-        scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        scale = scale_of(module, query, scaling, kwargs)
         pool = self.cache.pool_of(self.layer)
         _, self.num_heads, count, head_dim = query.shape
         # The query heads of a KV head, which read the same keys, are rows of one matrix.
@@ -109,7 +104,7 @@ class HeadForward(Forward):
             logits = _logits(rows[head], keys, scale, softcap)
             visible = self._visible(rows, length)
             if visible is not None:
-                logits = logits.masked_fill(~visible, torch.finfo(torch.float32).min)
+                logits = logits.masked_fill(~visible, LOWEST)
             weights = torch.softmax(logits, -1)
             if self.observing and self.count == 1:
                 self._seen(1).index_add_(1, slots, weights.detach().sum(0)[None])
@@ -137,7 +132,7 @@ class HeadForward(Forward):
             keys, _, slots = pool.head(head)
             logits = _logits(packed[head, :, -last:], keys, scale, softcap)
             hidden = _future(last, length, keys.device)
-            logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
+            logits = logits.masked_fill(hidden, LOWEST)
             seen.index_add_(1, slots, torch.softmax(logits, -1).sum(0))
 
     @torch.no_grad()
@@ -169,5 +164,4 @@ class HeadForward(Forward):
 
 
 def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
-    logits = (query @ keys.t()).float().mul(scale)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return capped((query @ keys.t()).float().mul(scale), softcap)

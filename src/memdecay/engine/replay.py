@@ -7,7 +7,6 @@ live as long as that layer runs, so a piece of n tokens takes the room of n / nu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from memdecay.engine.attach import AttachedForward
 from memdecay.engine.heads import HeadPool
+from memdecay.engine.logits import LOWEST, capped, scale_of
 
 if TYPE_CHECKING:
     from memdecay.engine.cache import MemDecayCache
@@ -149,7 +149,7 @@ class ReplayForward(AttachedForward):
         *,
         scaling: float | None = None,
         softcap: float | None = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend to what is kept and to the piece itself, one KV head at a time.
 
@@ -161,28 +161,26 @@ class ReplayForward(AttachedForward):
             attention_mask: from `mask`.
             scaling: factor of the logits, 1/sqrt(head_dim) by default.
             softcap: tanh cap of the logits (Gemma 2).
+            kwargs: ignored, but for what memdecay cannot serve.
 
         Returns:
             `(1, count, num_heads, head_dim)`, and None for the weights.
         """
-        scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        scale = scale_of(module, query, scaling, kwargs)
         heads, count, head_dim = query.shape[1:]
         kv_heads = key.shape[1]
         packed = query[0].reshape(kv_heads, heads // kv_heads * count, head_dim)
         hidden = ~attention_mask[0, 0]
         slides = self.cache.layout.windows[self.layer] is not None
-        lowest = torch.finfo(torch.float32).min
         out, most = [], []
         for head, (keys, values, slots) in enumerate(kept_by_head(self.cache, self.layer)):
             kept = len(keys)
             logits = torch.cat([packed[head] @ keys.t(), packed[head] @ key[0, head].t()], -1)
-            logits = logits.float().mul_(scale)
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
+            logits = capped(logits.float().mul_(scale), softcap)
             by_query = logits.view(-1, count, kept + count)
-            by_query[..., kept:].masked_fill_(hidden[:, -count:], lowest)
+            by_query[..., kept:].masked_fill_(hidden[:, -count:], LOWEST)
             if slides:
-                by_query[..., :kept].masked_fill_(hidden[:, :-count], lowest)
+                by_query[..., :kept].masked_fill_(hidden[:, :-count], LOWEST)
             weights = torch.softmax(logits, -1)
             shares = weights.view(-1, count, kept + count)[:, self.prompt :, :kept].amax(1)
             if slots is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memdecay.engine.logits import LOWEST, capped
 from memdecay.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -72,14 +73,13 @@ def peak_attention(
     for start in range(0, count, _AT_ONCE):
         stop = min(start + _AT_ONCE, count)
         logits = torch.matmul(query[:, start:stop], keys).float().mul_(scale)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+        logits = capped(logits, softcap)
         own = torch.arange(start, stop, device=query.device) + forward.first_index
         if mask is not None:
             hidden = ~mask[:, 0, start:stop]
         else:
             hidden = index[:, None, :] > own[None, :, None]
-        logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
+        logits.masked_fill_(hidden, LOWEST)
         shares = torch.softmax(logits, -1)
         shares.masked_fill_(index[:, None, :] == own[None, :, None], 0)
         if forward.real is not None:
