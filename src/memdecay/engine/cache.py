@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _FIRST_CAPACITY = 256
 _MOST_AT_ONCE = 8192
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Kind = TypeVar("_Kind", bound="MemDecayCache")
 
 
 def _lasting(method: _Method) -> _Method:
@@ -735,16 +736,19 @@ class MemDecayCache(AttachedCache):
 
     def new_ledger(self, capacity: int = 0) -> Ledger:
         """Return the ledger of a sequence of which nothing was seen yet."""
-        return Ledger(
-            self.policy,
-            self.profile,
-            capacity=capacity,
-            page_size=self.page_size,
-            align=self.align,
-            window=self.window,
-            device=self.layout.device,
-            trail=None if self._head is None else Trail(self._head),
-        )
+        return Ledger(**self._ledger_settings(capacity))
+
+    def _ledger_settings(self, capacity: int) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "profile": self.profile,
+            "capacity": capacity,
+            "page_size": self.page_size,
+            "align": self.align,
+            "window": self.window,
+            "device": self.layout.device,
+            "trail": None if self._head is None else Trail(self._head),
+        }
 
     def _capacity(self, window: int | None, capacity: int) -> int:
         """Slots of a table: a sliding one needs its window, and slack to shift it rarely."""
@@ -1157,17 +1161,22 @@ class MemDecayCache(AttachedCache):
     @_lasting
     def copy(self) -> MemDecayCache:
         """Return an independent copy, for the same model."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.layers = [
-            PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
-        ]
+        other = self._twin(type(self))
         other.tables = [table.copy() for table in self.tables]
         other.pools = [pool.copy() for pool in self.pools]
         other.ledgers = [ledger.copy() for ledger in self.ledgers]
         other._labels = [[*queue] for queue in self._labels]
         other._padding = [[*padding] for padding in self._padding]
-        other._slabs = {}
+        return other
+
+    def _twin(self, kind: type[_Kind]) -> _Kind:
+        """Return a cache with these settings, for whoever copies to fill; nobody listens to it."""
+        other = object.__new__(kind)
+        other.__dict__.update(self.__dict__)
+        other.layers = [
+            PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
+        ]
+        other._labels, other._slabs = [], {}
         other._running = other._repeating = other._rollback_point = None
         other.on_evict = other.on_observe = other.on_heads = None
         return other
@@ -1199,20 +1208,12 @@ class MemDecayCache(AttachedCache):
                 raise MemDecayError(f"kept[{number}] holds no token of row {row}.")
         if not slots:
             raise MemDecayError("kept is empty, but it must hold at least one keep set.")
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.layers = [
-            PoolLayer(other, layer, window) for layer, window in enumerate(self.layout.windows)
-        ]
+        other = self._twin(type(self))
         other.rows = len(slots)
         other.ledgers = [base.copy() for _ in slots]
         for ledger, chosen in zip(other.ledgers, slots, strict=True):
             ledger.move(Move(0, len(chosen), order=chosen))
-        other._labels = []
         other._padding = [[*self._padding[row]] for _ in slots]
-        other._slabs = {}
-        other._running = other._repeating = other._rollback_point = None
-        other.on_evict = other.on_observe = other.on_heads = None
         other.peak_tokens = max(len(chosen) for chosen in slots)
         indices = [self.main.index[row, chosen] for chosen in slots]
         places = [

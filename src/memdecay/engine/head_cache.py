@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from memdecay.engine.cache import MemDecayCache, PoolLayer, _lasting
+from memdecay.engine.cache import MemDecayCache, _lasting
 from memdecay.engine.forward import Forward
 from memdecay.engine.head_forward import HeadForward
 from memdecay.engine.heads import HeadLedger, HeadPool
@@ -21,7 +21,6 @@ from memdecay.engine.ledger import Ledger
 from memdecay.engine.replay import ReplayForward
 from memdecay.engine.slots import KVPool, Move
 from memdecay.engine.support import Layout
-from memdecay.engine.surprisal import Trail
 from memdecay.errors import MemDecayError, ModelError
 
 
@@ -91,16 +90,9 @@ class HeadCache(MemDecayCache):
     def new_ledger(self, capacity: int = 0) -> Ledger:
         """Return the ledger of a sequence of which nothing was seen yet."""
         return HeadLedger(
-            self.policy,
-            self.profile,
-            capacity=capacity,
-            page_size=self.page_size,
-            align=self.align,
-            window=self.window,
-            device=self.layout.device,
-            trail=None if self._head is None else Trail(self._head),
             layers=len(self.layout.windows),
             heads=self.layout.num_kv_heads,
+            **self._ledger_settings(capacity),
         )
 
     # A forward
@@ -287,9 +279,7 @@ def branch_heads(cache: MemDecayCache, kept: Sequence[Sequence[Tensor]], row: in
         raise MemDecayError(f"kept holds no token of row {row}.")
     ledger.move(Move(row, len(slots), order=slots))
     ledger.hold(held[:, :, slots])
-    other: HeadCache = object.__new__(HeadCache)
-    other.__dict__.update(cache.__dict__)
-    other.layers = [PoolLayer(other, layer, None) for layer in range(layers)]
+    other = cache._twin(HeadCache)
     other.rows = 1
     other.ledgers = [ledger]
     other.tables = [cache.main.branch(row, [slots])]
@@ -299,9 +289,7 @@ def branch_heads(cache: MemDecayCache, kept: Sequence[Sequence[Tensor]], row: in
         HeadPool.of(pool, row, by_head, places)
         for pool, by_head in zip(cache.pools, held, strict=True)
     ]
-    other._labels, other._padding, other._slabs = [], [[]], {}
-    other._running = other._repeating = other._rollback_point = None
-    other.on_evict = other.on_observe = other.on_heads = None
+    other._padding = [[]]
     other.peak_tokens = other.kept()
     return other
 

@@ -274,6 +274,8 @@ class HeadLedger(Ledger):
         settings: as of `Ledger`.
     """
 
+    planner = staticmethod(plan_head_eviction)
+
     def __init__(self, *args: Any, layers: int, heads: int, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._split(layers, heads)
@@ -347,20 +349,3 @@ class HeadLedger(Ledger):
     def sizes(self) -> Tensor:
         """Return (kv_len,) int64, the heads that hold each token."""
         return self["held"].sum((1, 2))
-
-    def plan(self, excess: int, now: float) -> Tensor:
-        """Return `(num_layers, num_kv_heads, kv_len)` bool, entries to evict to free `excess`.
-
-        Raises:
-            BudgetError: the pins leave too little to evict.
-        """
-        return plan_head_eviction(
-            self.tokens(now),
-            self.policy,
-            self.profile,
-            page_index=self["page_index"],
-            num_pages=self.num_pages,
-            pinned=self["pinned"],
-            excess=excess,
-            open_page=self.open_page,
-        )

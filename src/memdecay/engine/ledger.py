@@ -99,6 +99,7 @@ class Ledger:
         trail: where the surprisal of the tokens comes from, if the policy needs it.
     """
 
+    planner = staticmethod(plan_eviction)
     parts: int = 1
     """In how many parts a token may be kept: as many as layers times KV heads in a `HeadLedger`."""
 
@@ -456,10 +457,12 @@ class Ledger:
     def plan(self, excess: int, now: float) -> Tensor:
         """Return (kv_len,) bool, the tokens to evict to free `excess`; nothing changes.
 
+        In a `HeadLedger` it is `(num_layers, num_kv_heads, kv_len)`, and entries.
+
         Raises:
             BudgetError: the pins leave too little to evict.
         """
-        return plan_eviction(
+        return type(self).planner(
             self.tokens(now),
             self.policy,
             self.profile,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from memdecay.engine.logits import capped
 from memdecay.errors import ModelError
 
 HELD = 64
@@ -89,10 +90,7 @@ class Head:
         return (total - own).clamp_(min=0)
 
     def _capped(self, logits: Tensor) -> Tensor:
-        logits = logits.float()
-        if self._softcap is None:
-            return logits
-        return torch.tanh(logits / self._softcap) * self._softcap
+        return capped(logits.float(), self._softcap)
 
 
 @dataclass(frozen=True)

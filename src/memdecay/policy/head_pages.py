@@ -6,13 +6,12 @@ is mutated.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
 from memdecay.policy.base import Policy, Tokens
+from memdecay.policy.pages import check_bounded, check_finite, check_score, held, pages_of
 from memdecay.regions import Profile
 
 
@@ -53,22 +52,17 @@ def plan_head_eviction(
         PolicyError: the policy never evicts, or its score is not float32 of the right shape, or
             not finite where a head holds the token.
     """
-    held = tokens.held
-    if held is None:
+    holding = tokens.held
+    if holding is None:
         raise PolicyError("tokens.held is None, but keep sets by head need to say who holds what.")
     if excess <= 0:
-        return torch.zeros_like(held)
-    if not policy.bounded:
-        raise PolicyError(f"Policy {policy.name!r} never evicts, so it cannot keep a budget.")
-    layers, heads, kv_len = held.shape
+        return torch.zeros_like(holding)
+    check_bounded(policy)
+    layers, heads, kv_len = holding.shape
     score = policy.head_score(tokens, profile)
-    if score.shape != held.shape or score.dtype != torch.float32:
-        raise PolicyError(
-            f"Policy {policy.name!r} returned a score by head of shape {tuple(score.shape)} and "
-            f"{score.dtype}, but it must be {tuple(held.shape)} and torch.float32."
-        )
+    check_score(policy, score, holding.shape, "score by head")
     # Pages of heads are numbered page by page, then by layer, then by head: the order of ties.
-    here = held.permute(2, 0, 1).reshape(kv_len, layers * heads)
+    here = holding.permute(2, 0, 1).reshape(kv_len, layers * heads)
     score = score.permute(2, 0, 1).reshape(kv_len, layers * heads).masked_fill(~here, 0.0)
     if num_pages == kv_len:  # a page is a token: nothing to add up
         order = torch.argsort(page_index)
@@ -77,16 +71,8 @@ def plan_head_eviction(
         sums = torch.zeros(num_pages, layers * heads, dtype=torch.float64, device=score.device)
         entries = torch.zeros_like(sums).index_add_(0, page_index, here.double()).long()
         mean = sums.index_add_(0, page_index, score.double()).div_(entries.clamp(min=1))
-    if not all(math.isfinite(end) for end in mean.aminmax()):  # NaN is an end too
-        raise PolicyError(
-            f"Policy {policy.name!r} scored an entry NaN or infinite, but a score must be finite; "
-            f"the attention it observed may be NaN."
-        )
-
-    must_stay = pinned
-    if "labels" in policy.needs and any(profile.pinned):
-        must_stay = must_stay | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
-    stuck = _pages_of(must_stay, page_index, num_pages)
+    check_finite(policy, mean, "an entry")
+    stuck = pages_of(held(tokens, policy, profile, pinned), page_index, num_pages)
     if open_page is not None:
         stuck[open_page] = True
     stays = (entries == 0) | stuck[:, None]
@@ -100,7 +86,7 @@ def plan_head_eviction(
     preferred = policy.protected(tokens, profile)
     gone = torch.zeros_like(stays)
     if preferred is not None:
-        first = ~stays & ~_pages_of(preferred, page_index, num_pages)[:, None]
+        first = ~stays & ~pages_of(preferred, page_index, num_pages)[:, None]
         others = int((entries * first).sum())
         if others < excess:
             gone, stays, excess = first, stays | first, excess - others
@@ -123,10 +109,3 @@ def _lowest(mean: Tensor, entries: Tensor, stays: Tensor, excess: int) -> Tensor
     pages = pages[torch.sort(mean[pages], stable=True).indices]
     sizes = entries[pages].long()
     return pages[torch.cumsum(sizes, dim=0) - sizes < excess]
-
-
-def _pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
-    """Return (num_pages,) bool: the pages that hold at least one chosen token."""
-    pages = torch.zeros(num_pages, dtype=torch.bool, device=page_index.device)
-    pages[page_index[chosen]] = True
-    return pages

@@ -5,6 +5,8 @@ A policy scores tokens; here the scores become pages to evict, under pins. Nothi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -98,20 +100,12 @@ def plan_eviction(
     """
     if excess <= 0:
         return torch.zeros_like(pinned)
-    if not policy.bounded:
-        raise PolicyError(f"Policy {policy.name!r} never evicts, so it cannot keep a budget.")
+    check_bounded(policy)
     page_tokens = torch.bincount(page_index, minlength=num_pages)
-    page_score = page_scores(_checked(policy, tokens, profile), page_index, num_pages)
-    if not bool(torch.isfinite(page_score).all()):
-        raise PolicyError(
-            f"Policy {policy.name!r} scored a token NaN or infinite, but a score must be finite; "
-            f"the attention it observed may be NaN."
-        )
-
-    held = pinned
-    if "labels" in policy.needs and any(profile.pinned):
-        held = held | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
-    must_stay = _pages_of(held, page_index, num_pages)
+    score = check_score(policy, policy.score(tokens, profile), tokens.position.shape)
+    page_score = page_scores(score, page_index, num_pages)
+    check_finite(policy, page_score)
+    must_stay = pages_of(held(tokens, policy, profile, pinned), page_index, num_pages)
     if open_page is not None:
         must_stay[open_page] = True
 
@@ -120,7 +114,7 @@ def plan_eviction(
     preferred = policy.protected(tokens, profile)
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
-    stays = must_stay | _pages_of(preferred, page_index, num_pages)
+    stays = must_stay | pages_of(preferred, page_index, num_pages)
     free = int(page_tokens[~stays].sum())
     if free >= excess:
         return select(page_score, page_tokens, stays, excess).index_select(0, page_index)
@@ -137,17 +131,43 @@ def _check_enough(page_tokens: Tensor, page_protected: Tensor, excess: int) -> N
         )
 
 
-def _checked(policy: Policy, tokens: Tokens, profile: Profile) -> Tensor:
-    score = policy.score(tokens, profile)
-    if score.shape != tokens.position.shape or score.dtype != torch.float32:
+# What eviction by head does alike (`head_pages`)
+
+
+def held(tokens: Tokens, policy: Policy, profile: Profile, pinned: Tensor) -> Tensor:
+    """Return (kv_len,) bool, the tokens that a pin keeps: their own, or that of their region."""
+    if "labels" not in policy.needs or not any(profile.pinned):
+        return pinned
+    return pinned | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
+
+
+def check_bounded(policy: Policy) -> None:
+    """Refuse a policy that never evicts."""
+    if not policy.bounded:
+        raise PolicyError(f"Policy {policy.name!r} never evicts, so it cannot keep a budget.")
+
+
+def check_score(policy: Policy, score: Tensor, shape: torch.Size, kind: str = "score") -> Tensor:
+    """Return the score that a policy gave, or refuse it."""
+    if score.shape != shape or score.dtype != torch.float32:
         raise PolicyError(
-            f"Policy {policy.name!r} returned a score of shape {tuple(score.shape)} and "
-            f"{score.dtype}, but it must be {tuple(tokens.position.shape)} and torch.float32."
+            f"Policy {policy.name!r} returned a {kind} of shape {tuple(score.shape)} and "
+            f"{score.dtype}, but it must be {tuple(shape)} and torch.float32."
         )
     return score
 
 
-def _pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
+def check_finite(policy: Policy, page_score: Tensor, what: str = "a token") -> None:
+    """Refuse the scores of pages if one of them is not a finite number."""
+    ends = page_score.aminmax() if page_score.numel() else ()
+    if not all(math.isfinite(end) for end in ends):  # NaN is an end too
+        raise PolicyError(
+            f"Policy {policy.name!r} scored {what} NaN or infinite, but a score must be finite; "
+            f"the attention it observed may be NaN."
+        )
+
+
+def pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
     """Return (num_pages,) bool: the pages that hold at least one chosen token."""
     pages = torch.zeros(num_pages, dtype=torch.bool, device=page_index.device)
     pages[page_index[chosen]] = True

@@ -51,20 +51,14 @@ class Sample:
 
     def plan(self, policy: Policy, excess: int) -> Tensor:
         """Return (kv_len,) bool, the tokens that the policy evicts to free `excess`."""
-        return plan_eviction(
-            self.tokens,
-            policy,
-            self.profile,
-            page_index=self.page_index,
-            num_pages=self.num_pages,
-            pinned=self.pinned,
-            excess=excess,
-            open_page=self.open_page,
-        )
+        return self._planned(plan_eviction, policy, excess)
 
     def plan_heads(self, policy: Policy, excess: int) -> Tensor:
         """Return (num_layers, num_kv_heads, kv_len) bool, the entries that the policy evicts."""
-        return plan_head_eviction(
+        return self._planned(plan_head_eviction, policy, excess)
+
+    def _planned(self, planner: Callable[..., Tensor], policy: Policy, excess: int) -> Tensor:
+        return planner(
             self.tokens,
             policy,
             self.profile,
