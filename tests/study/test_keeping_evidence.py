@@ -16,7 +16,7 @@ from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy import get_policy
 from memdecay.regions import Profile
 from memdecay.study.conditions import Condition
-from memdecay.study.keeping import Seen, budget_tokens, keep_sets
+from memdecay.study.keeping import Seen, budget_tokens, keep_sets, kept_count
 from study.test_keeping import PROFILE, STAGES
 
 WATCHED = ((0, 1), (1, 3), (2, 0), (3, 2))
@@ -78,8 +78,8 @@ def played() -> Episode:
 
 
 @torch.no_grad()
-def engine_keeps(condition: Condition) -> list[list[int]]:
-    """Run the recorded tokens one decode step at a time, repeat them, then evict once."""
+def ran(condition: Condition) -> MemDecayCache:
+    """Run the recorded tokens one decode step at a time, then repeat them."""
     model, tokenizer = tiny("llama")
     tape = played().player.tape
     cache = MemDecayCache(
@@ -108,7 +108,12 @@ def engine_keeps(condition: Condition) -> list[list[int]]:
         count, attention = repeat_next(cache, prompts, tape.ids)
         assert count and attention is not None
     assert bool(cache.ledgers[0].tokens(0.0).replayed.all()) == ("replay" in condition.needs)
-    kept = []
+    return cache
+
+
+def engine_keeps(condition: Condition) -> list[list[int]]:
+    """What such a cache keeps when it evicts once."""
+    cache, kept = ran(condition), []
     for budget in played().budgets:
         copy = cache.copy()
         copy.shrink(budget)
@@ -122,6 +127,29 @@ def test_it_is_what_a_cache_keeps_that_watched_and_repeated(condition: Condition
     assert found == engine_keeps(condition)
     for kept, budget in zip(found, played().budgets, strict=True):
         assert 0 < len(kept) <= budget
+
+
+@pytest.mark.parametrize("params", [{}, {"evidence_weight": 0.0}, {"usage_offset": 9.0}], ids=str)
+def test_each_head_keeps_what_it_keeps_in_a_cache_by_head(params: dict[str, float]) -> None:
+    condition = Condition("memdecay-heads", "policy", "memdecay-heads", params)
+    cache = ran(condition)
+    layout = cache.layout
+    shape = (len(layout.windows), layout.num_kv_heads)
+    found = keep_sets(
+        played().player.tape,
+        played().observations,
+        condition,
+        played().profile,
+        played().budgets,
+        replace(played().seen, shape=shape),
+    )
+    for kept, budget in zip(found, played().budgets, strict=True):
+        assert kept.shape[:2] == shape and kept_count(kept) <= budget
+        copy = cache.copy()
+        copy.shrink(budget)
+        by_head = [[head.nonzero().flatten().tolist() for head in layer] for layer in kept]
+        assert by_head == [[head.tolist() for head in layer] for layer in copy.kept_by_head()]
+        assert len({str(head) for layer in by_head for head in layer}) > 1
 
 
 def test_what_was_seen_matters() -> None:

@@ -848,7 +848,7 @@ class MemDecayCache(AttachedCache):
         wanted = self.policy.evict_at_least * ledger.parts
         if not 0 < excess < wanted:
             return excess
-        if ledger.parts > 1:
+        if self.by_head:
             free = ledger.size - sum(ledger.stuck()) * ledger.parts
         else:
             free = ledger.spare(self.clock_of(ledger))

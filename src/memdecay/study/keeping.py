@@ -32,13 +32,13 @@ class Seen:
         peaks: (len(heads), seq_len) float32, the most attention that each token got in each.
         replay: (num_layers, num_heads, seq_len) float32, the same while the model repeated the
             context; None if it did not.
-        shape: layers of the model and KV heads of a layer.
+        shape: layers of the model and KV heads of a layer; needed where heads keep their own.
     """
 
     heads: tuple[tuple[int, int], ...]
     peaks: Tensor
     replay: Tensor | None = None
-    shape: tuple[int, int] = (1, 1)
+    shape: tuple[int, int] | None = None
 
     def tell(self, ledger: Ledger, now: float) -> None:
         """Let the policy of a ledger that holds all tokens learn what it asks for (mutates)."""
@@ -87,11 +87,11 @@ def keep_sets(
     regions = tape.regions
     if condition.labels == "noise":
         regions = noisy(tape, condition.noise, profile, condition.seed)
-    ledger = replay(tape, observations, condition, profile, regions, evidence)
+    ledger = ledger_after(tape, observations, condition, profile, regions, evidence)
     return [_kept(ledger, budget, observations[-1].now, condition) for budget in budgets]
 
 
-def replay(
+def ledger_after(
     tape: Tape,
     observations: Sequence[Observation],
     condition: Condition,
@@ -111,7 +111,7 @@ def replay(
         pins = profile.tensors()[2][region]
     kind: type[Ledger] | functools.partial[HeadLedger] = Ledger
     if policy.per_head:
-        assert evidence is not None
+        assert evidence is not None and evidence.shape is not None
         layers, kv_heads = evidence.shape
         kind = functools.partial(HeadLedger, layers=layers, heads=kv_heads)
     ledger = kind(
@@ -162,7 +162,7 @@ def _clock(ledger: Ledger, steps: int, condition: Condition) -> float:
 
 def _kept(ledger: Ledger, budget: int, steps: int, condition: Condition) -> Tensor:
     gone = ledger.plan(ledger.over(budget), _clock(ledger, steps, condition))
-    return ~gone if ledger.parts > 1 else ledger["position"][~gone].clone()
+    return ~gone if ledger.policy.per_head else ledger["position"][~gone].clone()
 
 
 def kept_count(kept: Tensor) -> int:
@@ -227,7 +227,7 @@ def _shuffled(
         regions = [
             name for name, (start, end) in zip(dealt, spans, strict=True) for _ in range(start, end)
         ]
-        ledger = replay(tape, observations, condition, profile, regions, evidence)
+        ledger = ledger_after(tape, observations, condition, profile, regions, evidence)
         try:
             return [_kept(ledger, budget, observations[-1].now, condition) for budget in budgets]
         except BudgetError as error:
