@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from memdecay.study.beside_paper import beside_paper
-from memdecay.study.evidence import gather
+from memdecay.study.findings import gather
 from study.study_rows import condition_rows, write_run
 
 

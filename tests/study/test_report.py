@@ -17,13 +17,13 @@ from memdecay.errors import StudyError
 from memdecay.study import figures, tables, verdict
 from memdecay.study.document import Cell, Section, Table, html_text, inline, interval, markdown
 from memdecay.study.document import number as shown
-from memdecay.study.evidence import Evidence, base_value, parameters, weigh
+from memdecay.study.findings import Findings, base_value, parameters, weigh
 from memdecay.study.report import build, find_runs, sections
 from study.study_rows import condition_rows, full, made_curves, newest, ours, study, write_run
 
 
 @pytest.fixture(scope="module")
-def evidence() -> Evidence:
+def findings() -> Findings:
     return weigh(study(), curves=made_curves(), overhead={"evict_ms": 1.25, "threads": 1})
 
 
@@ -50,8 +50,8 @@ def texts(table: Table, first: str) -> list[str]:
 
 
 class TestVerdict:
-    def test_wins_ties_and_losses_are_those_of_the_rules(self, evidence: Evidence) -> None:
-        summary, half, quarter = verdict.paragraphs(evidence)
+    def test_wins_ties_and_losses_are_those_of_the_rules(self, findings: Findings) -> None:
+        summary, half, quarter = verdict.paragraphs(findings)
         assert "0.22 [0.22, 0.22] of the probes outside the system region" in summary
         assert "24 of 24 in it" in summary and "(the full cache: 1.00)" in summary
         assert "0 wins, 0 ties, 2 losses outside" in summary
@@ -114,14 +114,14 @@ class TestVerdict:
         )
         assert verdict.rivals(weigh(rows), "peer") == ["kvpress:knorm"]
 
-    def test_the_counts_of_all_settings(self, evidence: Evidence) -> None:
-        _, standing, counted, lines = verdict.headline([evidence, evidence])
+    def test_the_counts_of_all_settings(self, findings: Findings) -> None:
+        _, standing, counted, lines = verdict.headline([findings, findings])
         assert "2 settings" in counted
         assert (
             "outside the instructions: at 50% 0.22 [0.22, 0.22], instructions 24 of 24;" in standing
         )
         assert "**Against 2 peers:** at 50% 0 wins, 0 ties, 4 losses outside" in lines
-        half, quarter = verdict.counts([evidence], "paper").rows
+        half, quarter = verdict.counts([findings], "paper").rows
         # outside at a half: behind random and h2o (both a third), ahead of streaming (a ninth)
         assert [c.text[0::4] for c in half[3:]] == ["102", "300", "012", "012", "300"]
         assert [c.text[0::4] for c in quarter[3:]] == ["012", "300", "012", "021", "021"]
@@ -146,15 +146,15 @@ class TestVerdict:
         said = verdict.headline([one])
         assert "toy-short" in said[2] and "nothing yet" in said[-1]
 
-    def test_groups_that_were_not_run_are_named(self, evidence: Evidence) -> None:
-        assert tables.groups_not_run(evidence) == ""
+    def test_groups_that_were_not_run_are_named(self, findings: Findings) -> None:
+        assert tables.groups_not_run(findings) == ""
         bare = weigh(condition_rows("memdecay-paper", ours))
         assert tables.groups_not_run(bare).startswith("No conditions were run of: policy, control")
 
 
 class TestTables:
-    def test_recall_by_region(self, evidence: Evidence) -> None:
-        table = tables.recall(evidence, 0.5, ("paper",), "Recall")
+    def test_recall_by_region(self, findings: Findings) -> None:
+        table = tables.recall(findings, 0.5, ("paper",), "Recall")
         assert [row[0] for row in table.rows] == [
             f"`{name}`" for name in ("full", "memdecay-paper", "h2o", "random", "streaming")
         ]
@@ -168,19 +168,19 @@ class TestTables:
         assert row[-1] == "96" and table.strong == {1}
         assert texts(table, "`random`")[3].startswith("0.33")
 
-    def test_peers_stand_below_the_full_cache_and_ours(self, evidence: Evidence) -> None:
-        table = tables.recall(evidence, 0.25, ("peer",), "Peers")
+    def test_peers_stand_below_the_full_cache_and_ours(self, findings: Findings) -> None:
+        table = tables.recall(findings, 0.25, ("peer",), "Peers")
         assert [row[0] for row in table.rows][:2] == ["`full`", "`memdecay-paper`"]
         assert texts(table, "`kvpress:kvzip`")[1] == "35.0%"
 
-    def test_signs_by_scenario(self, evidence: Evidence) -> None:
-        table = tables.signs(evidence, 0.5, "system", ("paper",))
+    def test_signs_by_scenario(self, findings: Findings) -> None:
+        table = tables.signs(findings, 0.5, "system", ("paper",))
         row = texts(table, "`h2o`")
         assert row[2] == "+4 / −0 / 4" and row[3] == "0.125" and row[6] == "24"
         assert texts(table, "`full`")[1] == "0.00 [0.00, 0.00]"
 
-    def test_the_ablation_counts_rows_that_differ(self, evidence: Evidence) -> None:
-        blocks = next(part for part in sections(evidence) if part.title == "Ablation").blocks
+    def test_the_ablation_counts_rows_that_differ(self, findings: Findings) -> None:
+        blocks = next(part for part in sections(findings) if part.title == "Ablation").blocks
         # without pins it loses 24 system probes a budget; at the half one 16 retrieval, and gains 8
         assert "Of 576 rows, 0 differ" in blocks[0] and "72 in the outcome" in blocks[0]
         table = blocks[1]
@@ -189,8 +189,8 @@ class TestTables:
         assert [c.text for c in half[-2:]] == ["0 of 96", "48 of 96"]
         assert [c.text for c in quarter[-2:]] == ["0 of 96", "24 of 96"]
 
-    def test_counts_are_the_papers(self, evidence: Evidence) -> None:
-        table = tables.counting(evidence)
+    def test_counts_are_the_papers(self, findings: Findings) -> None:
+        table = tables.counting(findings)
         assert texts(table, "paper")[3:] == ["1,248", "1,248"]
         assert texts(table, "ablation")[3:] == ["576", "576"]
 
@@ -243,8 +243,8 @@ class TestTables:
             ["nested: evict", "1", "milliseconds"],
         ]
 
-    def test_half_lives(self, evidence: Evidence) -> None:
-        table = tables.half_lives(evidence)
+    def test_half_lives(self, findings: Findings) -> None:
+        table = tables.half_lives(findings)
         assert texts(table, "`system`")[1].startswith("100 [")
         assert texts(table, "`scratchpad`")[1].startswith("15.0 [")
         assert "does not occur" in texts(table, "`plan`")[-1]
@@ -256,14 +256,14 @@ class TestNames:
         assert parameters("x[a=0.5, b=yes]") == {"a": 0.5, "b": "yes"}
         assert parameters("kvpress:snapkv") == {}
 
-    def test_the_policys_own_values(self, evidence: Evidence) -> None:
+    def test_the_policys_own_values(self, findings: Findings) -> None:
         names = ("page_size", "attention_weight", "refresh_threshold", "align", "pinned")
-        values = [base_value(evidence, name) for name in names]
+        values = [base_value(findings, name) for name in names]
         assert values == [16, 0.5, "2x", "none", "yes"]
-        assert base_value(evidence, "label_noise") == 0
+        assert base_value(findings, "label_noise") == 0
 
-    def test_the_order_of_a_table(self, evidence: Evidence) -> None:
-        assert evidence.members("sweep") == [
+    def test_the_order_of_a_table(self, findings: Findings) -> None:
+        assert findings.members("sweep") == [
             f"memdecay-paper[{name}]"
             for name in ("clock=tokens", "observe_every=4", "page_size=8", "page_size=32")
         ]
@@ -311,12 +311,12 @@ class TestFiles:
         assert "@@" not in page and "@import" not in page and "url(http" not in page
         assert page.count("<svg") >= 6
 
-    def test_pictures_take_their_ink_from_the_page(self, evidence: Evidence) -> None:
+    def test_pictures_take_their_ink_from_the_page(self, findings: Findings) -> None:
         for svg in (
             figures.trajectories(),
-            figures.measured(evidence),
-            figures.recall(evidence, ("paper", "peer")),
-            figures.sweeps(evidence) or "",
+            figures.measured(findings),
+            figures.recall(findings, ("paper", "peer")),
+            figures.sweeps(findings) or "",
         ):
             assert "currentColor" in svg and "#010203" not in svg
             assert "#000000" not in svg and "#ffffff" not in svg

@@ -15,7 +15,7 @@ from memdecay.cli import _options, _terminal
 from memdecay.errors import MemDecayError
 
 if TYPE_CHECKING:
-    from memdecay.study.evidence import Evidence
+    from memdecay.study.findings import Findings
 
 EXAMPLE = "memdecay study report docs/results/runs -o docs/results"
 
@@ -75,7 +75,7 @@ def _check_folder(output: Path) -> None:
         raise MemDecayError(f"--output is '{output}', but '{nearest}' cannot be written to.")
 
 
-def _numbers(settings: Sequence[Evidence]) -> list[dict[str, Any]]:
+def _numbers(settings: Sequence[Findings]) -> list[dict[str, Any]]:
     """Return a line for each setting and budget."""
     from memdecay.study.statistics import BASE, NON_SYSTEM
     from memdecay.study.verdict import score
@@ -94,7 +94,7 @@ def _numbers(settings: Sequence[Evidence]) -> list[dict[str, Any]]:
     return lines
 
 
-def _print(settings: Sequence[Evidence]) -> None:
+def _print(settings: Sequence[Findings]) -> None:
     from memdecay.study.document import number
     from memdecay.study.statistics import BASE
 

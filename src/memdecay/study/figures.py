@@ -19,7 +19,7 @@ from memdecay.calibration.figure import draw as draw_curves
 from memdecay.policy import retention
 from memdecay.policy.memdecay_paper import MemDecayPaper
 from memdecay.regions import Profile
-from memdecay.study.evidence import Evidence, base_value, parameters
+from memdecay.study.findings import Findings, base_value, parameters
 from memdecay.study.statistics import BASE, NON_SYSTEM
 
 _INK, _FAINT = "#010203", "#040506"
@@ -94,21 +94,21 @@ def trajectories() -> str:
     return _svg("trajectories", 7.6, 3.3, draw)
 
 
-def measured(evidence: Evidence) -> str:
+def measured(findings: Findings) -> str:
     """Return Fig. 3: mean attention mass per token by region and age, with the fitted lines."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        draw_curves(axes, evidence.curves, evidence.fits)
+        draw_curves(axes, findings.curves, findings.fits)
 
-    return _svg(f"{evidence.name}-measured", 7.6, 4.0, draw)
+    return _svg(f"{findings.name}-measured", 7.6, 4.0, draw)
 
 
-def recall(evidence: Evidence, groups: Sequence[str]) -> str:
+def recall(findings: Findings, groups: Sequence[str]) -> str:
     """Return recall and its interval for every policy of these groups, at each budget."""
-    found = evidence.members(*groups)
+    found = findings.members(*groups)
     policies = [*(name for name in ("full", BASE) if name not in found), *found]
-    policies = [name for name in policies if _cells(evidence, name)]
+    policies = [name for name in policies if _cells(findings, name)]
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -116,7 +116,7 @@ def recall(evidence: Evidence, groups: Sequence[str]) -> str:
             (left, NON_SYSTEM, "Outside the system region"),
             (right, "system", "In the system region"),
         ):
-            _dots(axes, evidence, policies, region)
+            _dots(axes, findings, policies, region)
             axes.set(title=title, xlim=(-0.02, 1.02), xlabel="recall, 95% interval")
             axes.set_yticks(range(len(policies)), policies)
             axes.set_ylim(len(policies) - 0.4, -0.6)
@@ -132,13 +132,13 @@ def recall(evidence: Evidence, groups: Sequence[str]) -> str:
             list(unique.values()), list(unique), loc="outside upper right", ncols=len(unique)
         )
 
-    name = f"{evidence.name}-recall-{'-'.join(groups)}"
+    name = f"{findings.name}-recall-{'-'.join(groups)}"
     return _svg(name, 9.2, 1.25 + 0.34 * len(policies), draw)
 
 
-def sweeps(evidence: Evidence) -> str | None:
+def sweeps(findings: Findings) -> str | None:
     """Return recall outside the system region over each parameter that was varied alone."""
-    varied = _varied(evidence)
+    varied = _varied(findings)
     if not varied:
         return None
     columns = min(3, len(varied))
@@ -149,8 +149,8 @@ def sweeps(evidence: Evidence) -> str | None:
         every: list[Axes] = list(grid.ravel())
         tops = [0.1]
         for axes, (name, points) in zip(every, varied.items(), strict=False):
-            _line(axes, evidence, name, points)
-            tops += [cell["high"] for _, policy in points for cell in _cells(evidence, policy)]
+            _line(axes, findings, name, points)
+            tops += [cell["high"] for _, policy in points for cell in _cells(findings, policy)]
         every[0].set_ylim(-0.03, min(1.03, 1.08 * max(top for top in tops if top == top)))
         for axes in every[len(varied) :]:
             axes.set_visible(False)
@@ -159,15 +159,15 @@ def sweeps(evidence: Evidence) -> str | None:
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
 
-    return _svg(f"{evidence.name}-sweeps", 3.1 * columns + 0.4, 2.5 * lines + 0.5, draw)
+    return _svg(f"{findings.name}-sweeps", 3.1 * columns + 0.4, 2.5 * lines + 0.5, draw)
 
 
-def _dots(axes: Axes, evidence: Evidence, policies: Sequence[str], region: str) -> None:
-    budgets = evidence.budgets
+def _dots(axes: Axes, findings: Findings, policies: Sequence[str], region: str) -> None:
+    budgets = findings.budgets
     for place, policy in enumerate(policies):
-        whole = evidence.cell(policy, 1.0, region)
+        whole = findings.cell(policy, 1.0, region)
         shown = (
-            [(1.0, whole)] if whole else [(b, evidence.cell(policy, b, region)) for b in budgets]
+            [(1.0, whole)] if whole else [(b, findings.cell(policy, b, region)) for b in budgets]
         )
         for number, (budget, cell) in enumerate(shown):
             if not cell:
@@ -182,15 +182,15 @@ def _dots(axes: Axes, evidence: Evidence, policies: Sequence[str], region: str) 
             )
 
 
-def _line(axes: Axes, evidence: Evidence, name: str, points: Sequence[tuple[Any, str]]) -> None:
+def _line(axes: Axes, findings: Findings, name: str, points: Sequence[tuple[Any, str]]) -> None:
     places = range(len(points))
     # Between words, unlike between numbers, there is nothing that a line could mean.
     dashes = "-" if sum(not _rank(value)[0] for value, _ in points) > 1 else ""
-    for number, budget in enumerate(evidence.budgets):
+    for number, budget in enumerate(findings.budgets):
         colour, marker = _BUDGETS[number % len(_BUDGETS)]
-        cells = [evidence.cell(policy, budget, NON_SYSTEM) for _, policy in points]
+        cells = [findings.cell(policy, budget, NON_SYSTEM) for _, policy in points]
         known = [(place, cell) for place, cell in zip(places, cells, strict=True) if cell]
-        shift = 0.07 * (number - (len(evidence.budgets) - 1) / 2)
+        shift = 0.07 * (number - (len(findings.budgets) - 1) / 2)
         for place, cell in known:
             _whisker(axes, "v", place + shift, cell, colour)
         axes.plot(
@@ -218,16 +218,16 @@ def _whisker(axes: Axes, way: str, place: float, cell: dict[str, Any], colour: s
         axes.plot(*((ends, at) if way == "h" else (at, ends)), color=colour, lw=1.4, alpha=0.85)
 
 
-def _varied(evidence: Evidence) -> dict[str, list[tuple[Any, str]]]:
+def _varied(findings: Findings) -> dict[str, list[tuple[Any, str]]]:
     """Return parameter -> (value, policy) in order of value, the study's policy among them."""
     found: dict[str, list[tuple[Any, str]]] = {}
-    for policy in evidence.members("ablation", "sweep", "noise"):
+    for policy in findings.members("ablation", "sweep", "noise"):
         changed = parameters(policy)
         if len(changed) == 1 and policy.startswith(f"{BASE}["):
             ((name, value),) = changed.items()
             found.setdefault(name, []).append((value, policy))
     for name, points in found.items():
-        points.append((base_value(evidence, name), BASE))
+        points.append((base_value(findings, name), BASE))
         points.sort(key=lambda point: _rank(point[0]))
     return found
 
@@ -238,8 +238,8 @@ def _rank(value: Any) -> tuple[bool, float, str]:
     return (not found, float(found[1]) if found else 0.0, str(value))
 
 
-def _cells(evidence: Evidence, policy: str) -> list[dict[str, Any]]:
-    found = (evidence.cell(policy, budget, NON_SYSTEM) for budget in evidence.budgets)
+def _cells(findings: Findings, policy: str) -> list[dict[str, Any]]:
+    found = (findings.cell(policy, budget, NON_SYSTEM) for budget in findings.budgets)
     return [cell for cell in found if cell]
 
 

@@ -29,7 +29,7 @@ from memdecay.study.document import (
     plural,
     slug,
 )
-from memdecay.study.evidence import Evidence, gather
+from memdecay.study.findings import Findings, gather
 from memdecay.study.statistics import BASE, NON_SYSTEM
 
 PAGE = "study.html"
@@ -78,7 +78,7 @@ def find_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list
     return [found[name] for name in sorted(names or found, key=_setting_order)]
 
 
-def build(folders: Sequence[Path]) -> tuple[list[Evidence], dict[str, str]]:
+def build(folders: Sequence[Path]) -> tuple[list[Findings], dict[str, str]]:
     """Return what was found in these runs and the files of their report, by name.
 
     Raises:
@@ -98,40 +98,40 @@ def build(folders: Sequence[Path]) -> tuple[list[Evidence], dict[str, str]]:
     return settings, files
 
 
-def setting_markdown(evidence: Evidence, body: Sequence[Section]) -> str:
+def setting_markdown(findings: Findings, body: Sequence[Section]) -> str:
     """Return the Markdown of one setting; `body` is what `sections` returns."""
     opening = Section(
         "The answer",
         (
-            *verdict.paragraphs(evidence),
+            *verdict.paragraphs(findings),
             verdict.RULE,
             f"Pictures and all settings: [{PAGE}]({PAGE}).",
         ),
     )
-    return markdown(f"Study: {evidence.name}", [opening, *body])
+    return markdown(f"Study: {findings.name}", [opening, *body])
 
 
-def sections(evidence: Evidence) -> list[Section]:
+def sections(findings: Findings) -> list[Section]:
     """Return everything after the opening paragraphs; what was not run has no section."""
     made = [
-        Section("Win, tie or loss", _against(evidence)),
-        Section("Region lifetimes", _lifetimes(evidence)),
-        Section("Recall", _recall(evidence, ("paper", "policy"), "Recall (Tables III and IV)")),
-        Section("Peers at the same budget", _peers(evidence)),
-        Section("Scenario by scenario", _signs(evidence)),
-        Section("Ablation", _ablation(evidence)),
-        Section("Sweeps", _sweeps(evidence)),
-        Section("Label noise", _group(evidence, "noise", "Spans with a wrong label")),
-        Section("Controls", _group(evidence, "control", "Bounds and controls")),
-        Section("Overhead", [tables.overhead(evidence)] if evidence.overhead else []),
-        Section("Beside the paper", [beside_paper(evidence)]),
-        Section("What was counted, and what is missing", _counting(evidence)),
-        Section("How it was made", [provenance([evidence]), _INTERVALS]),
+        Section("Win, tie or loss", _against(findings)),
+        Section("Region lifetimes", _lifetimes(findings)),
+        Section("Recall", _recall(findings, ("paper", "policy"), "Recall (Tables III and IV)")),
+        Section("Peers at the same budget", _peers(findings)),
+        Section("Scenario by scenario", _signs(findings)),
+        Section("Ablation", _ablation(findings)),
+        Section("Sweeps", _sweeps(findings)),
+        Section("Label noise", _group(findings, "noise", "Spans with a wrong label")),
+        Section("Controls", _group(findings, "control", "Bounds and controls")),
+        Section("Overhead", [tables.overhead(findings)] if findings.overhead else []),
+        Section("Beside the paper", [beside_paper(findings)]),
+        Section("What was counted, and what is missing", _counting(findings)),
+        Section("How it was made", [provenance([findings]), _INTERVALS]),
     ]
     return [section for section in made if section.blocks]
 
 
-def page(settings: Sequence[Evidence], bodies: Sequence[Sequence[Section]]) -> str:
+def page(settings: Sequence[Findings], bodies: Sequence[Sequence[Section]]) -> str:
     """Return all settings as one HTML page that loads nothing from anywhere.
 
     Args:
@@ -169,7 +169,7 @@ def page(settings: Sequence[Evidence], bodies: Sequence[Sequence[Section]]) -> s
     return re.sub(r"@@([A-Z]+)@@", lambda mark: pieces[mark[1]], _resource("report.html"))
 
 
-def provenance(settings: Sequence[Evidence]) -> str:
+def provenance(settings: Sequence[Findings]) -> str:
     """Return when and with what the rows were made, as they say themselves."""
     dates: set[str] = set()
     commits: set[str] = set()
@@ -192,7 +192,7 @@ def provenance(settings: Sequence[Evidence]) -> str:
     return " · ".join(said) + "."
 
 
-def _overview(settings: Sequence[Evidence]) -> list[Section]:
+def _overview(settings: Sequence[Findings]) -> list[Section]:
     groups = [g for g in verdict.RIVALS if any(verdict.rivals(one, g) for one in settings)]
     counted = [
         verdict.counts(settings, group, by) for group in groups for by in ("recall", "logprob")
@@ -219,21 +219,21 @@ def _overview(settings: Sequence[Evidence]) -> list[Section]:
     return [*found, Section("How it works", pictures)]
 
 
-def _against(evidence: Evidence) -> _Blocks:
-    groups = [group for group in verdict.RIVALS if verdict.rivals(evidence, group)]
-    found = [verdict.regions(evidence, group) for group in groups]
+def _against(findings: Findings) -> _Blocks:
+    groups = [group for group in verdict.RIVALS if verdict.rivals(findings, group)]
+    found = [verdict.regions(findings, group) for group in groups]
     return [table for table in found if table.rows]
 
 
-def _lifetimes(evidence: Evidence) -> _Blocks:
-    if not evidence.curves:
+def _lifetimes(findings: Findings) -> _Blocks:
+    if not findings.curves:
         return []
     note = "Dots are measured, the larger the more often; lines are the fits of equation (6)."
     picture = Picture(
-        "Fig. 3. Attention per token by region and age", figures.measured(evidence), note
+        "Fig. 3. Attention per token by region and age", figures.measured(findings), note
     )
-    blocks: _Blocks = [tables.half_lives(evidence), picture]
-    share = evidence.about.get("straddle_share")
+    blocks: _Blocks = [tables.half_lives(findings), picture]
+    share = findings.about.get("straddle_share")
     if isinstance(share, int | float):
         blocks.append(
             f"{share:.0%} of the 16-token pages straddle a region boundary (the paper: 35% on its "
@@ -242,19 +242,19 @@ def _lifetimes(evidence: Evidence) -> _Blocks:
     return blocks
 
 
-def _recall(evidence: Evidence, groups: Sequence[str], title: str) -> _Blocks:
-    if not evidence.members(*groups):
+def _recall(findings: Findings, groups: Sequence[str], title: str) -> _Blocks:
+    if not findings.members(*groups):
         return []
-    blocks: _Blocks = [Picture(title, figures.recall(evidence, groups))]
-    blocks += [tables.recall(evidence, budget, groups, title) for budget in evidence.budgets]
-    blocks += [tables.kinds(evidence, budget, groups) for budget in evidence.budgets]
+    blocks: _Blocks = [Picture(title, figures.recall(findings, groups))]
+    blocks += [tables.recall(findings, budget, groups, title) for budget in findings.budgets]
+    blocks += [tables.kinds(findings, budget, groups) for budget in findings.budgets]
     return blocks
 
 
-def _peers(evidence: Evidence) -> _Blocks:
-    if not evidence.members("peer"):
+def _peers(findings: Findings) -> _Blocks:
+    if not findings.members("peer"):
         return []
-    blocks = _recall(evidence, ("peer",), "Peers beside the policy of the paper")
+    blocks = _recall(findings, ("peer",), "Peers beside the policy of the paper")
     blocks.insert(
         0,
         "Peers run from their own packages, on the same tokens and with the same questions. They "
@@ -264,21 +264,21 @@ def _peers(evidence: Evidence) -> _Blocks:
     return blocks
 
 
-def _signs(evidence: Evidence) -> _Blocks:
+def _signs(findings: Findings) -> _Blocks:
     groups = ("paper", "policy", "peer")
     found = [
-        tables.signs(evidence, budget, region, groups)
+        tables.signs(findings, budget, region, groups)
         for region in (NON_SYSTEM, "system")
-        for budget in evidence.budgets
+        for budget in findings.budgets
     ]
     return [table for table in found if table.rows]
 
 
-def _ablation(evidence: Evidence) -> _Blocks:
-    names = [name for name in evidence.members("ablation") if name != BASE]
+def _ablation(findings: Findings) -> _Blocks:
+    names = [name for name in findings.members("ablation") if name != BASE]
     if not names:
         return []
-    counts = [evidence.changed(name, *evidence.budgets) for name in names]
+    counts = [findings.changed(name, *findings.budgets) for name in names]
     rows, kept, sets, recall = (
         sum(count[key] for count in counts) for key in ("rows", "kept", "sets", "recall")
     )
@@ -286,32 +286,32 @@ def _ablation(evidence: Evidence) -> _Blocks:
         f"Of {rows:,} rows, {kept} differ from `{BASE}` in the number of kept tokens and {recall} "
         f"in the outcome (the paper: 4 and 1 of 576)."
     )
-    if evidence.rows["keep_digest"].astype(bool).any():
+    if findings.rows["keep_digest"].astype(bool).any():
         said += f" {sets} had another keep set."
-    return [said, tables.variants(evidence, "ablation", "Attention weight and pins")]
+    return [said, tables.variants(findings, "ablation", "Attention weight and pins")]
 
 
-def _sweeps(evidence: Evidence) -> _Blocks:
+def _sweeps(findings: Findings) -> _Blocks:
     blocks: _Blocks = []
-    picture = figures.sweeps(evidence)
+    picture = figures.sweeps(findings)
     if picture:
         note = f"The bold value is that of `{BASE}`; everything else is held fixed."
         blocks.append(Picture("Recall outside the system region", picture, note))
-    if evidence.members("sweep"):
-        blocks.append(tables.variants(evidence, "sweep", "One parameter at a time"))
+    if findings.members("sweep"):
+        blocks.append(tables.variants(findings, "sweep", "One parameter at a time"))
     return blocks
 
 
-def _group(evidence: Evidence, group: str, title: str) -> _Blocks:
-    return [tables.variants(evidence, group, title)] if evidence.members(group) else []
+def _group(findings: Findings, group: str, title: str) -> _Blocks:
+    return [tables.variants(findings, group, title)] if findings.members(group) else []
 
 
-def _counting(evidence: Evidence) -> _Blocks:
-    lines = tables.missing(evidence)
-    episodes = len(evidence.rows[["scenario", "variant"]].drop_duplicates())
+def _counting(findings: Findings) -> _Blocks:
+    lines = tables.missing(findings)
+    episodes = len(findings.rows[["scenario", "variant"]].drop_duplicates())
     whole = f"Every condition that was run was asked in all {plural(episodes, 'episode')}."
-    said = [*(lines or [whole]), tables.groups_not_run(evidence)]
-    return [tables.counting(evidence), " ".join(filter(None, said))]
+    said = [*(lines or [whole]), tables.groups_not_run(findings)]
+    return [tables.counting(findings), " ".join(filter(None, said))]
 
 
 def _versions(text: str) -> dict[str, str]:

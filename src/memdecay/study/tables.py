@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from memdecay.study.document import Cell, Table, interval, number, plural
-from memdecay.study.evidence import GROUPS, Evidence
+from memdecay.study.findings import GROUPS, Findings
 from memdecay.study.scenario import VARIANTS, builtin_scenarios
 from memdecay.study.statistics import ALL, BASE, NON_SYSTEM
 
@@ -20,11 +20,11 @@ PAPER_ROWS = {"paper": 1_248, "ablation": 576}
 _SHOWN = {ALL: "all", NON_SYSTEM: "non-system"}
 
 
-def half_lives(evidence: Evidence) -> Table:
+def half_lives(findings: Findings) -> Table:
     """Return Table II: fitted half-lives with intervals over scenarios."""
     rows: list[list[str | Cell]] = []
-    remarks = any(fit.status != "measured" for fit in evidence.fits.values())
-    for fit in evidence.fits.values():
+    remarks = any(fit.status != "measured" for fit in findings.fits.values())
+    for fit in findings.fits.values():
         remark = ["" if fit.status == "measured" else fit.status] if remarks else []
         rows.append(
             [
@@ -50,20 +50,20 @@ def half_lives(evidence: Evidence) -> Table:
     )
 
 
-def recall(evidence: Evidence, budget: float, groups: Sequence[str], title: str) -> Table:
+def recall(findings: Findings, budget: float, groups: Sequence[str], title: str) -> Table:
     """Return Table III or IV at one budget: recall by region with intervals."""
-    policies = evidence.members(*groups)
+    policies = findings.members(*groups)
     # A table of peers says again how the full cache and ours did.
     policies = [*(name for name in ("full", BASE) if name not in policies), *policies]
-    shown = [ALL, NON_SYSTEM, *_regions(evidence)]
+    shown = [ALL, NON_SYSTEM, *_regions(findings)]
     rows: list[list[str | Cell]] = []
     for policy in policies:
-        outside = evidence.cell(policy, budget, NON_SYSTEM)
-        whole = evidence.cell(policy, budget, ALL)
+        outside = findings.cell(policy, budget, NON_SYSTEM)
+        whole = findings.cell(policy, budget, ALL)
         if not whole:
             continue
         cells: list[str | Cell] = [f"`{policy}`", _percent(whole["kept_fraction"])]
-        cells += [_recall(evidence.cell(policy, budget, region)) for region in shown]
+        cells += [_recall(findings.cell(policy, budget, region)) for region in shown]
         cells.append(_logprob(outside))
         cells.append(str(whole["n"]))
         rows.append(cells)
@@ -77,12 +77,12 @@ def recall(evidence: Evidence, budget: float, groups: Sequence[str], title: str)
     )
 
 
-def kinds(evidence: Evidence, budget: float, groups: Sequence[str]) -> Table:
+def kinds(findings: Findings, budget: float, groups: Sequence[str]) -> Table:
     """Return recall outside the system region by kind of fact."""
     rows: list[list[str | Cell]] = []
-    for policy in evidence.members(*groups):
-        code = evidence.cell(policy, budget, NON_SYSTEM, "code")
-        natural = evidence.cell(policy, budget, NON_SYSTEM, "natural")
+    for policy in findings.members(*groups):
+        code = findings.cell(policy, budget, NON_SYSTEM, "code")
+        natural = findings.cell(policy, budget, NON_SYSTEM, "natural")
         if not code or not natural:
             continue
         found = (_recall(code), _logprob(code), _recall(natural), _logprob(natural))
@@ -96,11 +96,11 @@ def kinds(evidence: Evidence, budget: float, groups: Sequence[str]) -> Table:
     )
 
 
-def signs(evidence: Evidence, budget: float, region: str, groups: Sequence[str]) -> Table:
+def signs(findings: Findings, budget: float, region: str, groups: Sequence[str]) -> Table:
     """Return how the study's policy stands against every other one, scenario by scenario."""
     rows: list[list[str | Cell]] = []
-    for policy in evidence.members(*groups):
-        found = evidence.difference(policy, budget, region)
+    for policy in findings.members(*groups):
+        found = findings.difference(policy, budget, region)
         if not found:
             continue
         rows.append(
@@ -124,28 +124,28 @@ def signs(evidence: Evidence, budget: float, region: str, groups: Sequence[str])
     )
 
 
-def variants(evidence: Evidence, group: str, title: str, note: str = "") -> Table:
+def variants(findings: Findings, group: str, title: str, note: str = "") -> Table:
     """Return the conditions of a group beside the study's policy: ablation, sweep, noise, controls.
 
     Rows that differ are counted against the same probes of the study's policy, a row a seed.
     """
-    policies = evidence.members(group)
+    policies = findings.members(group)
     policies = [*([] if BASE in policies else [BASE]), *policies]
     rows: list[list[str | Cell]] = []
-    for budget in evidence.budgets:
+    for budget in findings.budgets:
         for policy in policies:
-            outside = evidence.cell(policy, budget, NON_SYSTEM)
+            outside = findings.cell(policy, budget, NON_SYSTEM)
             if not outside:
                 continue
-            changed = evidence.changed(policy, budget)
-            against = evidence.difference(policy, budget, NON_SYSTEM)
+            changed = findings.changed(policy, budget)
+            against = findings.difference(policy, budget, NON_SYSTEM)
             rows.append(
                 [
                     f"`{policy}`",
                     Cell(f"{budget:.0%}", budget),
                     _percent(outside["kept_fraction"]),
                     _recall(outside),
-                    _recall(evidence.cell(policy, budget, "system")),
+                    _recall(findings.cell(policy, budget, "system")),
                     delta(against, reverse=True) if against else "",
                     _logprob(outside),
                     *("" if policy == BASE else _share(changed, key) for key in ("kept", "recall")),
@@ -168,23 +168,23 @@ def _share(changed: dict[str, int], key: str) -> Cell:
     return Cell(f"{changed[key]} of {changed['rows']}", float(changed[key]))
 
 
-def overhead(evidence: Evidence) -> Table:
+def overhead(findings: Findings) -> Table:
     """Return what was timed, whatever it is, with units."""
     rows: list[list[str | Cell]] = []
-    for name, value in _scalars(evidence.overhead):
+    for name, value in _scalars(findings.overhead):
         text, unit = _named(name)
         shown = number(float(value), _digits(value)) if _is_number(value) else str(value)
         rows.append([text, shown, unit])
     return Table("What was timed", ("what", "#value", "unit"), rows)
 
 
-def counting(evidence: Evidence) -> Table:
+def counting(findings: Findings) -> Table:
     """Return how many rows there are in each group, and in the paper's."""
     rows: list[list[str | Cell]] = []
-    known = [group for group in GROUPS if group in set(evidence.rows["group"])]
-    extra = sorted(set(evidence.rows["group"]) - set(known))
+    known = [group for group in GROUPS if group in set(findings.rows["group"])]
+    extra = sorted(set(findings.rows["group"]) - set(known))
     for group in [*known, *extra]:
-        part = evidence.rows[evidence.rows["group"] == group]
+        part = findings.rows[findings.rows["group"] == group]
         episodes = part[["scenario", "variant"]].drop_duplicates()
         theirs = PAPER_ROWS.get(group)
         rows.append(
@@ -218,11 +218,11 @@ def outcome(found: dict[str, Any], by: str = "recall") -> str:
     return _mark(found[f"{before}low"], found[f"{before}high"]) or "tie"
 
 
-def missing(evidence: Evidence) -> list[str]:
+def missing(findings: Findings) -> list[str]:
     """Return in words what a complete setting would have and this one has not, if anything."""
-    probes = evidence.probes
+    probes = findings.probes
     episodes = {f"{s}-{v}" for s, v in zip(probes["scenario"], probes["variant"], strict=True)}
-    expected = _expected(evidence, probes)
+    expected = _expected(findings, probes)
     lines = []
     if expected - episodes:
         lines.append(f"Not run: {_names(expected - episodes)}.")
@@ -246,19 +246,19 @@ def missing(evidence: Evidence) -> list[str]:
     return lines
 
 
-def groups_not_run(evidence: Evidence) -> str:
+def groups_not_run(findings: Findings) -> str:
     """Return a sentence that names the groups of conditions which this setting has no rows of."""
-    groups = [group for group in GROUPS if not evidence.members(group)]
+    groups = [group for group in GROUPS if not findings.members(group)]
     return f"No conditions were run of: {', '.join(groups)}." if groups else ""
 
 
-def _expected(evidence: Evidence, probes: pd.DataFrame) -> set[str]:
+def _expected(findings: Findings, probes: pd.DataFrame) -> set[str]:
     """Return the episodes that a complete setting has: what the run says, and whole scenarios."""
     scenarios = set(probes["scenario"])
     variants: Iterable[int] = set(probes["variant"])
     if scenarios <= set(builtin_scenarios()):
         scenarios, variants = set(builtin_scenarios()), range(VARIANTS)
-    told = {str(name) for name in evidence.about.get("episodes", ())}
+    told = {str(name) for name in findings.about.get("episodes", ())}
     return told | {f"{scenario}-{variant}" for scenario in scenarios for variant in variants}
 
 
@@ -269,8 +269,8 @@ def _names(episodes: set[str]) -> str:
     return f"{plural(len(names), 'episode')} ({', '.join(names[:4])}, …)"
 
 
-def _regions(evidence: Evidence) -> list[str]:
-    found = set(evidence.rows["region"])
+def _regions(findings: Findings) -> list[str]:
+    found = set(findings.rows["region"])
     return [*(r for r in REGIONS if r in found), *sorted(found - set(REGIONS))]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memdecay.study.document import Cell, Table, interval, listed, number, plural
-from memdecay.study.evidence import Evidence
+from memdecay.study.findings import Findings
 from memdecay.study.statistics import ALL, BASE, NON_SYSTEM
 from memdecay.study.tables import REGIONS, delta, outcome
 
@@ -32,86 +32,86 @@ _ANSWERABLE = 0.5
 """Below this share of probes that a full cache answers, recall tells policies hardly apart."""
 
 
-def answerable(evidence: Evidence) -> bool:
+def answerable(findings: Findings) -> bool:
     """Whether the full cache answers enough of the probes outside the system region."""
-    full = evidence.cell("full", 1.0, NON_SYSTEM)
+    full = findings.cell("full", 1.0, NON_SYSTEM)
     return not full or bool(full["recall"] >= _ANSWERABLE)
 
 
-def rivals(evidence: Evidence, group: str) -> list[str]:
+def rivals(findings: Findings, group: str) -> list[str]:
     """Return the policies of a group that the study's own is compared with.
 
     What keeps everything is a check and no rival; what saw the question had another task.
     """
     return [
         name
-        for name in evidence.members(group)
-        if name != BASE and not evidence.keeps_all(name) and "question_seen" not in name
+        for name in findings.members(group)
+        if name != BASE and not findings.keeps_all(name) and "question_seen" not in name
     ]
 
 
-def paragraphs(evidence: Evidence) -> list[str]:
+def paragraphs(findings: Findings) -> list[str]:
     """Return what the numbers of a setting say: a summary, then a list for each budget."""
-    scenarios = evidence.rows["scenario"].nunique()
-    episodes = len(evidence.rows[["scenario", "variant"]].drop_duplicates())
+    scenarios = findings.rows["scenario"].nunique()
+    episodes = len(findings.rows[["scenario", "variant"]].drop_duplicates())
     opening = (
-        f"**{evidence.model}, {evidence.tier} tier** ({plural(episodes, 'episode')} of "
+        f"**{findings.model}, {findings.tier} tier** ({plural(episodes, 'episode')} of "
         f"{plural(scenarios, 'scenario')})."
     )
-    if not any(evidence.cell(BASE, budget, NON_SYSTEM) for budget in evidence.budgets):
+    if not any(findings.cell(BASE, budget, NON_SYSTEM) for budget in findings.budgets):
         return [f"{opening} There are no rows of `{BASE}` yet, so nothing can be said of it."]
     if scenarios < 2:
         opening += " One scenario has no interval, so nothing below counts as a difference."
-    if not answerable(evidence):
-        full = evidence.cell("full", 1.0, NON_SYSTEM)
+    if not answerable(findings):
+        full = findings.cell("full", 1.0, NON_SYSTEM)
         opening += (
             f" The full cache answers only {number(full['recall'])} of the probes outside the "
             f"system region, so recall says little here: read the log-probabilities."
         )
-    summary = [opening, *(_summary(evidence, budget) for budget in evidence.budgets)]
-    return [" ".join(summary), *(_details(evidence, budget) for budget in evidence.budgets)]
+    summary = [opening, *(_summary(findings, budget) for budget in findings.budgets)]
+    return [" ".join(summary), *(_details(findings, budget) for budget in findings.budgets)]
 
 
-def _summary(evidence: Evidence, budget: float) -> str:
-    outside, inside = (evidence.cell(BASE, budget, region) for region in (NON_SYSTEM, "system"))
+def _summary(findings: Findings, budget: float) -> str:
+    outside, inside = (findings.cell(BASE, budget, region) for region in (NON_SYSTEM, "system"))
     if not outside:
         return f"`{BASE}` was not run with {budget:.0%} of the cache."
-    full = evidence.cell("full", 1.0, NON_SYSTEM)
+    full = findings.cell("full", 1.0, NON_SYSTEM)
     ceiling = f" (the full cache: {number(full['recall'])})" if full else ""
     said = (
         f"With {budget:.0%} of the cache, `{BASE}` answers {_value(outside)} of the probes outside "
         f"the system region{ceiling}"
     )
     if inside:
-        full = evidence.cell("full", 1.0, "system")
+        full = findings.cell("full", 1.0, "system")
         ceiling = f" (the full cache: {_of(full)})" if full else ""
         said += f" and {_of(inside)} in it{ceiling}"
     results = [
         f"{_score(found)} {place}"
         for region, place in ((NON_SYSTEM, "outside"), ("system", "in it"))
-        if (found := _results([evidence], "peer", budget, region))
+        if (found := _results([findings], "peer", budget, region))
     ]
     return f"{said}{'; against peers ' + ' and '.join(results) if results else ''}."
 
 
-def _details(evidence: Evidence, budget: float) -> str:
+def _details(findings: Findings, budget: float) -> str:
     """Return a list: whom it loses to, wins against and ties with, in each part of the context."""
     lines = []
     for region, where in ((NON_SYSTEM, "Outside the system region"), ("system", "System region")):
-        found = [_against(evidence, budget, region, group) for group in RIVALS]
+        found = [_against(findings, budget, region, group) for group in RIVALS]
         if any(found):
             lines.append(f"- **{where} at {budget:.0%}.** {' '.join(filter(None, found))}")
     for region in REGIONS:
-        if region != "system" and (said := _region(evidence, budget, region)):
+        if region != "system" and (said := _region(findings, budget, region)):
             lines.append(f"- {said}")
     return "\n".join(lines) or "There is nothing that it could be compared with."
 
 
-def _against(evidence: Evidence, budget: float, region: str, group: str) -> str:
+def _against(findings: Findings, budget: float, region: str, group: str) -> str:
     """Say in a sentence whom it is behind, ahead of and level with, the losses first."""
     found: dict[str, list[str]] = {"loss": [], "win": [], "tie": []}
-    for policy in rivals(evidence, group):
-        line = evidence.difference(policy, budget, region)
+    for policy in rivals(findings, group):
+        line = findings.difference(policy, budget, region)
         if line:
             result = outcome(line)
             # The intervals of ties are in the table below; here they would hide the rest.
@@ -125,17 +125,17 @@ def _against(evidence: Evidence, budget: float, region: str, group: str) -> str:
         if found[result]
     ]
     one, many = RIVALS[group]
-    by_logprob = _results([evidence], group, budget, region, "logprob")
+    by_logprob = _results([findings], group, budget, region, "logprob")
     said = (
         f"; by the log-probability of the gold answer, {_score(by_logprob)}" if by_logprob else ""
     )
     return f"Of {total} {one if total == 1 else many} it is {'; '.join(parts)}{said}."
 
 
-def _region(evidence: Evidence, budget: float, region: str) -> str:
-    ours = evidence.cell(BASE, budget, region)
-    others = [name for group in RIVALS for name in rivals(evidence, group)]
-    lines = [(name, evidence.difference(name, budget, region)) for name in dict.fromkeys(others)]
+def _region(findings: Findings, budget: float, region: str) -> str:
+    ours = findings.cell(BASE, budget, region)
+    others = [name for group in RIVALS for name in rivals(findings, group)]
+    lines = [(name, findings.difference(name, budget, region)) for name in dict.fromkeys(others)]
     lines = [(name, line) for name, line in lines if line]
     if not ours or not lines:
         return ""
@@ -159,7 +159,7 @@ def _score(results: Sequence[str]) -> str:
     )
 
 
-def headline(settings: Sequence[Evidence]) -> list[str]:
+def headline(settings: Sequence[Findings]) -> list[str]:
     """Return the whole answer: a sentence, and a list of wins, ties and losses by group."""
     shown = [_standing(one) for one in settings if one.cell("full", 1.0, NON_SYSTEM)]
     few = [one.name for one in settings if not answerable(one)]
@@ -196,31 +196,31 @@ def headline(settings: Sequence[Evidence]) -> list[str]:
     return [*said, counted, "\n".join(lines)]
 
 
-def _standing(evidence: Evidence) -> str:
+def _standing(findings: Findings) -> str:
     """Return a line: inside and outside the system region, with what pins alone would do."""
     parts = []
-    for budget in evidence.budgets:
-        inside, outside = (evidence.cell(BASE, budget, where) for where in ("system", NON_SYSTEM))
+    for budget in findings.budgets:
+        inside, outside = (findings.cell(BASE, budget, where) for where in ("system", NON_SYSTEM))
         if not outside:
             continue
         said = f"at {budget:.0%} {_value(outside)}"
-        pins = evidence.cell("streaming+pins", budget, NON_SYSTEM)
+        pins = findings.cell("streaming+pins", budget, NON_SYSTEM)
         if pins:
             said += f" (recency with the same pins: {number(pins['recall'])})"
         if inside:
             said += f", instructions {_of(inside)}"
         parts.append(said)
-    full, ceiling = (evidence.cell("full", 1.0, where) for where in (NON_SYSTEM, "system"))
+    full, ceiling = (findings.cell("full", 1.0, where) for where in (NON_SYSTEM, "system"))
     if not parts:
         return ""
     whole = f"full cache {number(full['recall'])}" + (
         f", instructions {_of(ceiling)}" if ceiling else ""
     )
-    return f"- **{evidence.name}**, outside the instructions: {'; '.join(parts)}; {whole}."
+    return f"- **{findings.name}**, outside the instructions: {'; '.join(parts)}; {whole}."
 
 
 def _results(
-    settings: Sequence[Evidence], group: str, budget: float, region: str, by: str = "recall"
+    settings: Sequence[Findings], group: str, budget: float, region: str, by: str = "recall"
 ) -> list[str]:
     lines = [
         one.difference(name, budget, region) for one in settings for name in rivals(one, group)
@@ -230,13 +230,13 @@ def _results(
     return [outcome(line, by) for line in (known if by == "logprob" else lines) if line]
 
 
-def score(evidence: Evidence, budget: float, region: str) -> dict[str, int]:
+def score(findings: Findings, budget: float, region: str) -> dict[str, int]:
     """Return how many peers it wins against, ties with and loses to."""
-    results = _results([evidence], "peer", budget, region)
+    results = _results([findings], "peer", budget, region)
     return {result: results.count(result) for result in ("win", "tie", "loss")}
 
 
-def standing(settings: Sequence[Evidence], group: str, region: str, title: str) -> Table:
+def standing(settings: Sequence[Findings], group: str, region: str, title: str) -> Table:
     """Return the difference to every rival of a group, a column for each setting and budget."""
     columns = [(one, b) for one in settings for b in one.budgets if one.cell(BASE, b, region)]
     names = sorted({name for one in settings for name in rivals(one, group)})
@@ -249,7 +249,7 @@ def standing(settings: Sequence[Evidence], group: str, region: str, title: str) 
     )
 
 
-def counts(settings: Sequence[Evidence], group: str, by: str = "recall") -> Table:
+def counts(settings: Sequence[Findings], group: str, by: str = "recall") -> Table:
     """Return wins, ties and losses against a group: a row a setting, a column a region.
 
     Args:
@@ -281,13 +281,13 @@ def counts(settings: Sequence[Evidence], group: str, by: str = "recall") -> Tabl
     )
 
 
-def regions(evidence: Evidence, group: str) -> Table:
+def regions(findings: Findings, group: str) -> Table:
     """Return the difference to every rival of a group, a column for each budget and region."""
     shown = [ALL, NON_SYSTEM, *REGIONS]
-    columns = [(budget, region) for budget in evidence.budgets for region in shown]
+    columns = [(budget, region) for budget in findings.budgets for region in shown]
     rows: list[list[str | Cell]] = []
-    for name in rivals(evidence, group):
-        found = [evidence.difference(name, budget, region) for budget, region in columns]
+    for name in rivals(findings, group):
+        found = [findings.difference(name, budget, region) for budget, region in columns]
         rows.append([f"`{name}`", *(delta(line) if line else "" for line in found)])
     names = {ALL: "all", NON_SYSTEM: "non-system"}
     headings = [f"#{names.get(region, region)}, {budget:.0%}" for budget, region in columns]

@@ -27,7 +27,7 @@ _CHANGES = ("rows", "kept", "sets", "recall")
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Findings:
     """What is known of one setting.
 
     Args:
@@ -139,7 +139,7 @@ class Evidence:
         return _by_key(self.compared)
 
 
-def gather(folder: Path) -> Evidence:
+def gather(folder: Path) -> Findings:
     """Read a run's folder: its rows, and what was measured beside them.
 
     Raises:
@@ -165,7 +165,7 @@ def weigh(
     curves: Sequence[Curves] = (),
     overhead: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
-) -> Evidence:
+) -> Findings:
     """Do the statistics of a setting's rows.
 
     Raises:
@@ -175,7 +175,7 @@ def weigh(
     order = ["group", "policy", "budget", "scenario", "variant", "region", "seed"]
     rows = rows.sort_values(order, ignore_index=True)
     probes = collapse(rows)
-    return Evidence(
+    return Findings(
         rows=rows,
         probes=probes,
         summary=summarise(probes),
@@ -196,9 +196,9 @@ def parameters(policy: str) -> dict[str, Any]:
     return {name: _value(text.strip()) for name, text in parts}
 
 
-def base_value(evidence: Evidence, name: str) -> Any:
+def base_value(findings: Findings, name: str) -> Any:
     """Return what the study's policy has for a parameter, as display names write it."""
-    rows = evidence.rows[evidence.rows["policy"] == BASE]
+    rows = findings.rows[findings.rows["policy"] == BASE]
     condition: dict[str, Any] = json.loads(rows["condition"].iloc[0]) if len(rows) else {}
     settings = {**policy_config(get_policy(BASE)), **condition.get("params", {}), **condition}
     if name == "label_noise":
