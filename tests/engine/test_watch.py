@@ -15,6 +15,7 @@ from engine.evidence import attentions
 from engine.families import choose, make, tokens
 from memdecay.engine.cache import MemDecayCache
 from memdecay.errors import ProfileError
+from memdecay.evidence import READ, REPLAY, EvidenceHead
 from memdecay.policy import Policy, Tokens
 from memdecay.regions import Profile
 
@@ -122,3 +123,11 @@ def test_a_head_that_the_model_does_not_have_is_refused() -> None:
     model = make("llama")
     with pytest.raises(ProfileError, match="head 99 of layer 0"):
         MemDecayCache(model, budget=64, policy=Peaks(watched=((0, 99),)))
+
+
+@pytest.mark.parametrize("when", [READ, REPLAY])
+def test_a_head_of_the_profile_is_refused_before_any_forward(when: str) -> None:
+    head = EvidenceHead(7, 0, when, weight=1.0, mean=-3.0, std=1.0)
+    profile = Profile.default().with_evidence({"replay": (head,)})
+    with pytest.raises(ProfileError, match="head 0 of layer 7"):
+        MemDecayCache(make("llama"), budget=64, policy="memdecay-replay", profile=profile)

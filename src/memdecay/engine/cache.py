@@ -22,7 +22,7 @@ from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalent
 from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
 from memdecay.engine.surprisal import HELD, Head, Trail
-from memdecay.engine.watch import Watch
+from memdecay.engine.watch import Watch, check_heads
 from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
 from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
@@ -258,6 +258,9 @@ class MemDecayCache(AttachedCache):
         self.surprisal_vocabulary = surprisal_vocabulary
         wanted = "surprisal" in self.policy.needs
         self._head = Head(model, surprisal_vocabulary) if wanted else None
+        if "heads" in self.policy.needs:
+            sets = self.profile.evidence.values()
+            check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
         self.watch = Watch(watched, self.layout)
         self.attachment: Attachment = attach(model)

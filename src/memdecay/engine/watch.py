@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,16 +32,26 @@ class Watch:
     def __init__(self, heads: Sequence[tuple[int, int]], layout: Layout) -> None:
         self.heads = tuple(heads)
         self.by_layer: dict[int, list[tuple[int, int]]] = {}
+        check_heads(self.heads, layout)
         for rank, (layer, head) in enumerate(self.heads):
-            if layer >= len(layout.windows) or head >= layout.num_heads:
-                raise ProfileError(
-                    f"The profile watches head {head} of layer {layer}, but this model has "
-                    f"{len(layout.windows)} layers of {layout.num_heads} heads; calibrate for it."
-                )
             self.by_layer.setdefault(layer, []).append((rank, head))
 
     def __len__(self) -> int:
         return len(self.heads)
+
+
+def check_heads(heads: Iterable[tuple[int, int]], layout: Layout) -> None:
+    """Refuse (layer, query head) pairs that a model does not have.
+
+    Raises:
+        ProfileError: the first of them is named.
+    """
+    for layer, head in heads:
+        if layer >= len(layout.windows) or head >= layout.num_heads:
+            raise ProfileError(
+                f"The profile watches head {head} of layer {layer}, but this model has "
+                f"{len(layout.windows)} layers of {layout.num_heads} heads; calibrate for it."
+            )
 
 
 @torch.no_grad()
