@@ -105,7 +105,7 @@ def setting_markdown(findings: Findings, body: Sequence[Section]) -> str:
         (
             *verdict.paragraphs(findings),
             verdict.RULE,
-            f"Pictures and all settings: [{PAGE}]({PAGE}).",
+            f"Pictures and all settings: `{PAGE}`, which the report writes beside this page.",
         ),
     )
     return markdown(f"Study: {findings.name}", [opening, *body])
