@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.families import CONFIGS, additive, make
+from engine.helpers import ledger_state
 from memdecay.engine.cache import MemDecayCache
 from memdecay.policy import HeadPolicy, Tokens
 from memdecay.regions import Profile
@@ -197,10 +198,4 @@ def head_state(cache: MemDecayCache) -> dict[str, Tensor]:
             names = ("keys", "values", "slots")
             for name, tensor in zip(names, pool.head(head), strict=True):
                 state[f"{name}.{layer}.{head}"] = tensor.clone()
-    for row, ledger in enumerate(cache.ledgers):
-        for name in ledger.columns:
-            state[f"{name}{row}"] = ledger[name].clone()
-        state[f"queries{row}"] = ledger.queries[: ledger.length, : ledger.num_queries].clone()
-        state[f"scalars{row}"] = torch.tensor(list(ledger.mark().values()))
-    state["clock"] = torch.tensor([cache.seen, cache.steps])
-    return state
+    return {**state, **ledger_state(cache)}

@@ -76,7 +76,13 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-4) -> bool:
 
 def snapshot(cache: MemDecayCache) -> dict[str, Tensor]:
     """Everything that decides later logits and evictions, copied."""
-    state = {f"pool{n}": pool.kv.clone() for n, pool in enumerate(cache.pools)}
+    pools = {f"pool{n}": pool.kv.clone() for n, pool in enumerate(cache.pools)}
+    return {**pools, **ledger_state(cache)}
+
+
+def ledger_state(cache: MemDecayCache) -> dict[str, Tensor]:
+    """What is known of the kept tokens, copied."""
+    state = {}
     for row, ledger in enumerate(cache.ledgers):
         for name in ledger.columns:
             state[f"{name}{row}"] = ledger[name].clone()

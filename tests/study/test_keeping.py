@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.sessions import assistant, system, tiny, user, words
 from memdecay.calibration.player import Observation, Player, Script, Tape
@@ -87,6 +88,22 @@ def played() -> Played:
     return Played(player.tape, [replace(one, mass=one.mass.clone()) for one in seen])
 
 
+def run_tape(model: PreTrainedModel, cache: MemDecayCache, tape: Tape) -> None:
+    """Run recorded tokens: parts of prompts as they came, decode steps one by one."""
+    decoded = [
+        number > 0 and arrival > tape.inserted_at[number - 1]
+        for number, arrival in enumerate(tape.inserted_at)
+    ]
+    start = 0
+    for end in range(1, len(decoded) + 1):
+        if end < len(decoded) and not decoded[end] and not decoded[start]:
+            continue
+        cache.prefilling = not decoded[start]
+        ids = torch.tensor([tape.ids[start:end]])
+        model(input_ids=ids, position_ids=torch.arange(start, end)[None], cache=cache)
+        start = end
+
+
 @torch.no_grad()
 def engine_keeps(
     condition: Condition, regions: list[str] | None = None, profile: Profile = PROFILE
@@ -113,18 +130,7 @@ def engine_keeps(
     for number, name in enumerate(regions):
         pinned = condition.pinned is True and name == "system"
         cache.label([name], spans=[tape.spans[number]], pinned=pinned)
-    decoded = [
-        number > 0 and arrival > tape.inserted_at[number - 1]
-        for number, arrival in enumerate(tape.inserted_at)
-    ]
-    start = 0
-    for end in range(1, len(decoded) + 1):
-        if end < len(decoded) and not decoded[end] and not decoded[start]:
-            continue
-        cache.prefilling = not decoded[start]
-        ids = torch.tensor([tape.ids[start:end]])
-        model(input_ids=ids, position_ids=torch.arange(start, end)[None], cache=cache)
-        start = end
+    run_tape(model, cache, tape)
     assert cache.steps == played().observations[-1].now > 25
     kept = []
     for budget in played().budgets:

@@ -17,7 +17,7 @@ from memdecay.policy import get_policy
 from memdecay.regions import Profile
 from memdecay.study.conditions import Condition
 from memdecay.study.keeping import Seen, budget_tokens, keep_sets, kept_count
-from study.test_keeping import PROFILE, STAGES
+from study.test_keeping import PROFILE, STAGES, run_tape
 
 WATCHED = ((0, 1), (1, 3), (2, 0), (3, 2))
 REPEATED = ((1, 2), (3, 1))
@@ -91,18 +91,7 @@ def ran(condition: Condition) -> MemDecayCache:
     )
     for number, name in enumerate(tape.regions):
         cache.label([name], spans=[tape.spans[number]])
-    decoded = [
-        number > 0 and arrival > tape.inserted_at[number - 1]
-        for number, arrival in enumerate(tape.inserted_at)
-    ]
-    start = 0
-    for end in range(1, len(decoded) + 1):
-        if end < len(decoded) and not decoded[end] and not decoded[start]:
-            continue
-        cache.prefilling = not decoded[start]
-        ids = torch.tensor([tape.ids[start:end]])
-        model(input_ids=ids, position_ids=torch.arange(start, end)[None], cache=cache)
-        start = end
+    run_tape(model, cache, tape)
     prompts = repeat_prompts(tokenizer)
     while len(cache.unreplayed()):
         count, attention = repeat_next(cache, prompts, tape.ids)
