@@ -17,6 +17,8 @@ CLIP = 3.0
 _TINY = 1e-6
 REACH = 2
 """Positions to each side that share their evidence: a fact is more than one token."""
+PASSAGE = 16
+"""Positions that share their usage, as many as the paper's page has."""
 
 
 def peak(before: Tensor, now: Tensor) -> Tensor:
@@ -30,6 +32,17 @@ def peak(before: Tensor, now: Tensor) -> Tensor:
         now: A, (kv_len,) float32, likewise, the highest of the new queries.
     """
     return torch.maximum(before, now)
+
+
+def accumulated(before: Tensor, now: Tensor) -> Tensor:
+    """Add up the attention that a token got: m ← m + Ā.
+
+    Args:
+        before: m, (kv_len,) float32.
+        now: Ā, (kv_len,) float32, the share of one query's attention, averaged over heads, layers
+            and the observed queries.
+    """
+    return before + now
 
 
 def evidence(peaks: Sequence[Tensor], heads: Sequence[EvidenceHead]) -> Tensor:
@@ -75,6 +88,25 @@ def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
     averaged = torch.empty_like(value)
     averaged[order] = total / count
     return averaged
+
+
+def passage(value: Tensor, position: Tensor, size: int = PASSAGE) -> Tensor:
+    """Average over fixed passages: u_i ← Σ u_j / size over kept j with ⌊p_j / size⌋ = ⌊p_i / size⌋.
+
+    What a model goes on from is a run of text: it repeats a sentence or a call by following it
+    token by token, which does not work with holes. What was evicted counts as 0, so a passage
+    with holes goes before a whole one.
+
+    Args:
+        value: u, (kv_len,) float32.
+        position: p, (kv_len,) int64.
+        size: positions of a passage.
+    """
+    number = position.div(size, rounding_mode="floor")
+    number = number - number.min()
+    sums = value.new_zeros(int(number.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, number, value.double())
+    return (sums / size).float()[number]
 
 
 def log_prior(base_priority: Tensor, decay_rate: Tensor, age: Tensor) -> Tensor:
@@ -125,6 +157,6 @@ def log_usage(usage: Tensor) -> Tensor:
     """Return log(ε' + m), as what all heads use spans orders of magnitude.
 
     Args:
-        usage: m, (kv_len,) float32, the most attention on the average of all heads.
+        usage: m, (kv_len,) float32, all attention so far on the average of all heads.
     """
     return (usage + _TINY).log_()

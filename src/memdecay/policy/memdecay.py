@@ -25,8 +25,9 @@ class MemDecay(Policy):
 
     - evidence: the highest attention it ever got in the evidence heads of the profile, shared
       with its neighbours. These are facts that may be asked for, however long ago they came;
-    - usage: the highest attention that it ever got on the average of all heads, less an offset.
-      These are marks that the model steers by, which no question asks for.
+    - usage: all attention that its passage of 16 tokens got on the average of all heads, less an
+      offset. This is text that the model goes on from, such as its own calls and answers, which
+      it repeats by following it token by token; no question asks for it.
 
     Neither fades, which is what the paper loses by: its prior forgets an old fact that nobody
     happened to look at lately. Without evidence heads, as for a model that was never calibrated,
@@ -54,7 +55,7 @@ class MemDecay(Policy):
     use: ClassVar[str] = "read"
     """Which set of evidence heads it goes by."""
 
-    usage_offset: float = 1.0
+    usage_offset: float = 0.5
     prior_weight: float = 0.1
     sinks: int = 4
     recent: int = 8
@@ -85,8 +86,8 @@ class MemDecay(Policy):
     def observe(
         self, tokens: Tokens, attention_mass: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
-        """Remember the highest attention on the average of all heads."""
-        return {"usage": evidence.peak(tokens.state["usage"], attention_mass)}
+        """Add the attention on the average of all heads."""
+        return {"usage": evidence.accumulated(tokens.state["usage"], attention_mass)}
 
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return the retention score, (kv_len,) float32."""
@@ -96,14 +97,13 @@ class MemDecay(Policy):
             decay_rate.index_select(0, tokens.region),
             tokens.now - tokens.inserted_at,
         )
-        usage = self._claim(evidence.log_usage(tokens.state["usage"]), tokens)
+        usage = evidence.passage(tokens.state["usage"], tokens.position)
+        usage = evidence.standardised(evidence.log_usage(usage))
         said = self.said(tokens, self.evidence_heads(profile))
-        claim = usage if said is None else self._claim(said, tokens)
-        return evidence.score(claim, usage - self.usage_offset, prior, self.prior_weight)
-
-    @staticmethod
-    def _claim(value: Tensor, tokens: Tokens) -> Tensor:
-        return evidence.standardised(evidence.shared(value, tokens.position))
+        if said is None:
+            return evidence.score(usage, usage, prior, self.prior_weight)
+        said = evidence.standardised(evidence.shared(said, tokens.position))
+        return evidence.score(said, usage - self.usage_offset, prior, self.prior_weight)
 
     def said(self, tokens: Tokens, heads: Sequence[EvidenceHead]) -> Tensor | None:
         """Return what these heads, whose numbers are their columns', say of each token."""
