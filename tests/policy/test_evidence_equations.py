@@ -183,3 +183,34 @@ def test_the_order_of_the_slots_changes_no_bit_of_it(count: int, seed: int) -> N
 def test_where_all_are_alike_nothing_is_said(count: int, value: float) -> None:
     found = evidence.standardised(torch.full((count,), value))
     assert torch.isfinite(found).all() and found.abs().max() < 1e-3
+
+
+@SEEDED
+@given(kept, seeds, st.integers(1, 20))
+def test_passage_is_the_sum_over_what_is_kept_of_it(
+    positions: list[int], seed: int, size: int
+) -> None:
+    value = drawn(len(positions), seed)
+    found = evidence.passage(value, torch.tensor(positions), size)
+    expected = [
+        sum(
+            v
+            for v, other in zip(value.tolist(), positions, strict=True)
+            if other // size == p // size
+        )
+        / size
+        for p in positions
+    ]
+    assert close(found, expected)
+
+
+def test_a_passage_with_a_hole_goes_before_a_whole_one() -> None:
+    position = torch.tensor([0, 1, 2, 3, 4, 5, 7])
+    used = evidence.passage(torch.ones(7), position, 4)
+    assert used.tolist() == [1, 1, 1, 1, 0.75, 0.75, 0.75]
+
+
+def test_accumulated_adds() -> None:
+    before, now = torch.tensor([0.0, 0.5]), torch.tensor([0.25, 1.0])
+    assert evidence.accumulated(before, now).tolist() == [0.25, 1.5]
+    assert before.tolist() == [0.0, 0.5]

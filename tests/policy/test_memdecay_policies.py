@@ -53,9 +53,12 @@ def expected_score(policy: MemDecay, tokens: Tokens, said: Tensor | None) -> Ten
     prior = evidence.log_prior(
         base[tokens.region], rate[tokens.region], tokens.now - tokens.inserted_at
     )
-    usage = claim_of(evidence.log_usage(tokens.state["usage"]), tokens)
-    claim = usage if said is None else claim_of(said, tokens)
-    return evidence.score(claim, usage - policy.usage_offset, prior, policy.prior_weight)
+    usage = evidence.passage(tokens.state["usage"], tokens.position)
+    usage = evidence.standardised(evidence.log_usage(usage))
+    claim, other = (usage, usage)
+    if said is not None:
+        claim, other = claim_of(said, tokens), usage - policy.usage_offset
+    return evidence.score(claim, other, prior, policy.prior_weight)
 
 
 def claim_of(value: Tensor, tokens: Tokens) -> Tensor:
@@ -140,13 +143,13 @@ def test_a_head_that_is_not_given_is_noticed(policy: MemDecay) -> None:
         policy.observe_heads(cache(10, policy), torch.rand(1, 10), PROFILE)
 
 
-def test_usage_is_the_highest_attention_ever() -> None:
+def test_usage_is_all_attention_so_far() -> None:
     for policy in POLICIES:
         tokens = cache(10, policy)
         mass = torch.rand(10)
         changed = policy.observe(tokens, mass, PROFILE)
         assert set(changed) == {"usage"}
-        assert torch.equal(changed["usage"], torch.maximum(tokens.state["usage"], mass))
+        assert torch.equal(changed["usage"], tokens.state["usage"] + mass)
 
 
 def test_the_score_of_reading_is_that_of_the_equations() -> None:
@@ -189,7 +192,8 @@ def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
         replayed=torch.zeros(40) > 0,
         state={**tokens.state, "peak_0": torch.zeros(40)},
     )
-    usage = claim_of(evidence.log_usage(fresh.state["usage"]), fresh) - policy.usage_offset
+    usage = evidence.passage(fresh.state["usage"], fresh.position)
+    usage = evidence.standardised(evidence.log_usage(usage)) - policy.usage_offset
     assert torch.equal(policy.score(fresh, profile), usage.clamp(min=0))
 
 
