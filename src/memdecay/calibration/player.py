@@ -217,11 +217,18 @@ class Player:
 
         Returns:
             (num_layers, num_heads, seq_len) float32, the most attention that each token got.
+
+        Raises:
+            StudyError: the model has no positions left to repeat it at.
         """
         prompts, most = repeat_prompts(self.tokenizer), None
         while len(self.cache.unreplayed()):
             count, attention = repeat_next(self.cache, prompts, self.tape.ids)
-            assert attention is not None
+            if attention is None:
+                raise StudyError(
+                    f"The model cannot repeat {self.script.name!r}, as it has no positions beyond "
+                    f"the {len(self.tape.ids):,} tokens of it; evidence heads need that."
+                )
             most = attention if most is None else torch.maximum(most, attention)
             if progress is not None:
                 progress(count)

@@ -156,19 +156,37 @@ def _watch(
     """Watch every head on each episode, unless the folder's profiles say what came of that.
 
     What was watched is too much to hand on with a run, so it may be missing where the profiles
-    that were made of it are there.
+    that were made of it are there. A scenario without such a profile needs all the others' files.
+
+    Raises:
+        StudyError: one has no heads, and others of the run that are not asked for no files.
     """
-    if all(
-        _evidence_in(_profile_path(folder, scenario))
-        for scenario in {episode.scenario for episode in episodes}
-    ):
+    asked = {episode.scenario for episode in episodes}
+    without = [name for name in sorted(asked) if not _evidence_in(_profile_path(folder, name))]
+    if not without:
         advance("watch", len(episodes))
         return
     watched = {path.stem for path in folder.glob("heads/*.safetensors")}
+    lost = _measured(folder) - asked - {_scenario(name) for name in watched}
+    if lost:
+        raise StudyError(
+            f"The heads for {', '.join(without)} are chosen on all other scenarios of "
+            f"{str(folder)!r}, but it has no heads/*.safetensors of {', '.join(sorted(lost))}; ask "
+            f"for these scenarios too, or put the files back."
+        )
     tasks = [Task("watch", setting, episode) for episode in episodes if episode.name not in watched]
     advance("watch", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "heads" / f"{task.episode.name}.safetensors", _writer(made))
+
+
+def _measured(folder: Path) -> set[str]:
+    """Return the scenarios of all episodes that were measured into a folder."""
+    return {_scenario(path.stem) for path in folder.glob("curves/*.parquet")}
+
+
+def _scenario(episode: str) -> str:
+    return episode.rpartition("-")[0]
 
 
 def _profile_path(folder: Path, scenario: str) -> Path:
@@ -192,13 +210,14 @@ def export(
 def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> dict[str, Profile]:
     """Return for each scenario the profile measured on the others, and write them down.
 
-    With a single scenario there is nothing left to measure on, and the defaults stay.
+    With a single scenario there is nothing left to measure on, and the defaults stay. Heads that a
+    profile has stay too, unless what was watched is there for every other scenario.
     """
     curves = load_curves(folder / "curves")
-    watched = {
-        path.stem: from_file(path, path.stem.rpartition("-")[0])
-        for path in sorted(folder.glob("heads/*.safetensors"))
-    }
+    watched = [
+        from_file(path, _scenario(path.stem)) for path in sorted(folder.glob("heads/*.safetensors"))
+    ]
+    scenarios_measured = _measured(folder)
     profiles = {}
     for scenario in dict.fromkeys(scenarios):
         others = [one for one in curves if one.cluster != scenario]
@@ -211,9 +230,13 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
             "burst": setting.calibration_burst,
         }
         path = _profile_path(folder, scenario)
-        seen = [one for one in watched.values() if one.cluster != scenario]
-        evidence = evidence_from(seen) if seen else _evidence_in(path)
-        profile = calibrated(fits, provenance=about).with_evidence(evidence)
+        seen = [one for one in watched if one.cluster != scenario]
+        whole = scenarios_measured - {scenario} <= {one.cluster for one in seen}
+        before = _evidence_in(path)
+        evidence = evidence_from(seen) if seen and (whole or not before) else before
+        profile = calibrated(fits, provenance=about)
+        if evidence:
+            profile = profile.with_evidence(evidence)
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
         profiles[scenario] = profile
