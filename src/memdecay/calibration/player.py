@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memdecay.engine import MemDecayCache
 from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.scoring import Frame, targets
+from memdecay.errors import StudyError
 from memdecay.policy import Policy, Tokens
 from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile

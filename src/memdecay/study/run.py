@@ -112,11 +112,13 @@ def run_setting(
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
     _check_curves(folder)
-    if any("heads" in condition.needs for condition in chosen):
+    wanted = any("heads" in condition.needs for condition in chosen)
+    if wanted:
         _watch(folder, setting, episodes, workers, advance)
     else:
         advance("watch", len(episodes))
-    profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
+    scenarios = [episode.scenario for episode in episodes]
+    profiles = leave_one_out(folder, setting, scenarios, heads=wanted)
     provenance = made_by()
     tasks = []
     for episode in episodes:
@@ -207,17 +209,24 @@ def export(
     return [made[episode.name] for episode in episodes]
 
 
-def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> dict[str, Profile]:
+def leave_one_out(
+    folder: Path, setting: Setting, scenarios: Iterable[str], *, heads: bool = True
+) -> dict[str, Profile]:
     """Return for each scenario the profile measured on the others, and write them down.
 
-    With a single scenario there is nothing left to measure on, and the defaults stay. Heads that a
-    profile has stay too, unless what was watched is there for every other scenario.
+    With a single scenario there is nothing left to measure on, and the defaults stay.
+
+    Args:
+        folder: of the run.
+        setting: of the run.
+        scenarios: which to leave out, one at a time.
+        heads: choose heads, where what was watched is there for every other scenario; those that
+            a profile has stay otherwise.
     """
     curves = load_curves(folder / "curves")
-    watched = [
-        from_file(path, _scenario(path.stem)) for path in sorted(folder.glob("heads/*.safetensors"))
-    ]
-    scenarios_measured = _measured(folder)
+    files = sorted(folder.glob("heads/*.safetensors")) if heads else []
+    watched = [from_file(path, _scenario(path.stem)) for path in files]
+    everyone = _measured(folder)
     profiles = {}
     for scenario in dict.fromkeys(scenarios):
         others = [one for one in curves if one.cluster != scenario]
@@ -231,9 +240,8 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
         }
         path = _profile_path(folder, scenario)
         seen = [one for one in watched if one.cluster != scenario]
-        whole = scenarios_measured - {scenario} <= {one.cluster for one in seen}
-        before = _evidence_in(path)
-        evidence = evidence_from(seen) if seen and (whole or not before) else before
+        whole = everyone - {scenario} <= {one.cluster for one in seen}
+        evidence = evidence_from(seen) if seen and whole else _evidence_in(path)
         profile = calibrated(fits, provenance=about)
         if evidence:
             profile = profile.with_evidence(evidence)
