@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from memdecay.calibration.evidence import COUNTS, choose
+from memdecay.engine import MemDecayCache, known
+from memdecay.engine.known import Known, shape_of
 from memdecay.errors import StudyError
-from memdecay.evidence import READ
+from memdecay.evidence import READ, EvidenceHead
 from memdecay.regions import Profile
 from memdecay.study import answers, overhead, run, watching, workers
 from memdecay.study.conditions import Condition, conditions
+from memdecay.study.keeping import ledger_after
+from memdecay.study.recording import record
 from memdecay.study.rows import read_rows
 from memdecay.study.run import Advance, Task, run_setting, with_changes
 from memdecay.study.settings import Setting
@@ -229,6 +233,22 @@ def test_nobody_watches_where_no_policy_asks(setting: Setting, tmp_path: Path) -
     run_setting(setting, tmp_path, more)
     assert more.kinds.count("watch") == 2 and set(more.kinds) == {"watch", "ask"}
     assert all(Profile.load(path).evidence for path in (folder / "profiles").iterdir())
+
+
+def test_the_study_knows_no_heads_but_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, tokenizer = small(MODEL)
+    head = EvidenceHead(0, 1, READ, weight=1.0, mean=-3.0, std=1.0)
+    found = Known("tiny", {"read": (head,)}, {"shape": shape_of(model.config)})
+    monkeypatch.setattr(known, "known_models", lambda: (found,))
+    assert MemDecayCache(model, budget=64, policy="memdecay").profile.evidence  # it is known
+    recording = record(model, tokenizer, episodes(tmp_path)[0], burst=4)
+    assert recording.cache.profile.evidence == {}
+    [condition] = [one for one in conditions(("policy",)) if one.name == "memdecay"]
+    observations, profile = recording.observations, Profile.default()
+    ledger = ledger_after(recording.tape, observations, condition, profile, recording.tape.regions)
+    assert ledger.profile.evidence == {}
 
 
 def test_what_is_watched_and_what_is_needed(tmp_path: Path) -> None:

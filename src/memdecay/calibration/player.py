@@ -141,7 +141,9 @@ class Player:
         self.truncated = False
         self.conversation = self._conversation()
         watch = _Watch(tuple(heads))
-        self.cache = MemDecayCache(model, budget=None, policy=watch, window=_CHUNK)
+        # What is measured must not depend on which heads are known already.
+        profile = Profile.default().with_evidence({})
+        self.cache = MemDecayCache(model, budget=None, policy=watch, profile=profile, window=_CHUNK)
         self.peaks = torch.zeros(len(heads), 0, device=model.device)
         self.cache.on_heads = self._hear_heads
         self._listen = listen or (lambda observation: None)
