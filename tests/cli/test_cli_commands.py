@@ -174,7 +174,7 @@ class TestRun:
         assert json.loads(out)["notes"] == ["odd template"]
 
     def test_who_has_no_evidence_heads_is_named(
-        self, command: Command, monkeypatch: pytest.MonkeyPatch
+        self, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fake: Any = memdecay.engine.Session
         report = fake.report
@@ -186,7 +186,8 @@ class TestRun:
                 return made
 
             monkeypatch.setattr(fake, "report", saying)
-            _, out, _ = command("run", "trace.json", "--compare", "memdecay", "--json")
+            code, out, err = command("run", "trace.json", "--compare", "memdecay", "--json")
+            assert (code, err) == (0, "")
             result = json.loads(out)
             assert result["evidence"] is None
             assert result["compare"]["memdecay"]["evidence"] == said

@@ -52,7 +52,11 @@ def learn(monkeypatch: pytest.MonkeyPatch, evidence: Any = EVIDENCE) -> None:
 class TestThePackage:
     def test_every_file_is_whole(self) -> None:
         found = known_models()
-        assert {one.name for one in found} >= {"smollm2-135m", "qwen2.5-coder-0.5b"}
+        assert {one.name for one in found} >= {
+            "smollm2-135m",
+            "qwen2.5-coder-0.5b",
+            "qwen2.5-coder-1.5b",
+        }
         for one in found:
             assert one.name == one.about["model"]
             shape = one.about["shape"]
