@@ -58,7 +58,7 @@ def calibrate(
     ] = None,
     no_heads: Annotated[
         bool,
-        typer.Option("--no-heads", help="Do not look for evidence heads; half of the time."),
+        typer.Option("--no-heads", help="Do not look for evidence heads."),
     ] = False,
     retriever: _options.Retrievers = None,
     profile: Annotated[
