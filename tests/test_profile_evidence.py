@@ -23,7 +23,41 @@ EVIDENCE = {"read": (ONE, TWO), "replay": (AGAIN, ONE)}
 
 def test_no_heads_by_default() -> None:
     assert Profile.default().evidence == {} and "evidence" not in Profile.default().to_dict()
-    assert Profile.default().with_evidence({"read": (), "replay": []}) == Profile.default()
+    assert Profile.default().with_evidence({"read": (), "replay": []}).evidence == {}
+
+
+def test_saying_that_there_are_none_is_not_saying_nothing(tmp_path: Path) -> None:
+    nothing, none = Profile.default(), Profile.default().with_evidence({})
+    assert (nothing.evidence_given, none.evidence_given) == (False, True)
+    assert nothing != none == Profile({}, evidence={"read": ()})
+    assert none.to_dict()["evidence"] == {}
+    for profile in (nothing, none):
+        for again in (
+            Profile.from_dict(profile.to_dict()),
+            copy.deepcopy(profile),
+            pickle.loads(pickle.dumps(profile)),
+            profile.with_provenance({"a": 1}).with_provenance({}),
+            profile.with_region("user", profile.regions["user"]),
+        ):
+            assert again == profile and again.evidence_given == profile.evidence_given
+        profile.save(tmp_path / "p.yaml")
+        assert Profile.load(tmp_path / "p.yaml") == profile
+        assert ("evidence" in (tmp_path / "p.yaml").read_text()) == profile.evidence_given
+
+
+def test_a_file_that_says_nothing_can_be_told_none(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(COMMENTED)
+    assert not Profile.load(path).evidence_given
+    Profile.load(path).with_evidence({}).save(path)
+    assert path.read_text() == COMMENTED + "evidence: {}\n"
+
+
+def test_new_heads_leave_out_what_was_said_of_the_old(tmp_path: Path) -> None:
+    about = {"model": "m", "evidence": {"known_for": "m"}}
+    profile = Profile.default().with_evidence(EVIDENCE).with_provenance(about)
+    assert profile.with_region("plan", RegionPolicy(2.0, 0.0)).provenance == about
+    assert profile.with_evidence({"read": (ONE,)}).provenance == {"model": "m"}
 
 
 def test_a_file_and_back(tmp_path: Path) -> None:
@@ -60,7 +94,7 @@ def test_a_profile_keeps_its_heads_when_something_else_changes() -> None:
     assert dict(profile.evidence) == EVIDENCE
     about = profile.with_provenance({"model": "m"})
     assert about.with_evidence({}).provenance == {"model": "m"}
-    assert about.with_evidence({}) == Profile.default().with_provenance({"model": "m"})
+    assert about.with_evidence({}).evidence == {}
 
 
 def test_profiles_with_other_heads_are_not_equal() -> None:
@@ -218,9 +252,10 @@ def test_a_read_set_of_objects_is_held_to_the_same() -> None:
     Profile.default().with_evidence({"replay": (ONE, AGAIN)})
 
 
-def test_an_empty_entry_of_a_file_is_no_heads(tmp_path: Path) -> None:
+def test_an_empty_entry_of_a_file_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("evidence:\nuser: {base_priority: 1, half_life: 3}\n")
-    assert Profile.load(tmp_path / "p.yaml").evidence == {}
+    profile = Profile.load(tmp_path / "p.yaml")
+    assert profile.evidence == {} and not profile.evidence_given
 
 
 def test_evidence_is_no_name_for_a_region() -> None:

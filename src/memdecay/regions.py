@@ -107,20 +107,29 @@ class Profile:
         regions: region name -> policy; names of letters, digits, `_`, `-` and `.`.
         provenance: where the numbers came from (calibration writes it); plain YAML values.
         evidence: attention heads of the model that foretell what will be needed (calibration
-            finds them); none in the default profile.
+            finds them). None leaves them to the cache, which takes those that the package knows
+            for its model; an empty mapping is no heads, whatever is known.
 
     Raises:
         ProfileError: a name or a value is not valid.
     """
 
-    __slots__ = ("_evidence", "_names", "_policies", "_provenance", "_source", "_tensors")
+    __slots__ = (
+        "_evidence",
+        "_evidence_given",
+        "_names",
+        "_policies",
+        "_provenance",
+        "_source",
+        "_tensors",
+    )
 
     def __init__(
         self,
         regions: Mapping[str, RegionPolicy],
         *,
         provenance: Mapping[str, Any] | None = None,
-        evidence: Evidence = MappingProxyType({}),
+        evidence: Evidence | None = None,
     ) -> None:
         """Check the regions and complete them with the defaults."""
         for name, policy in regions.items():
@@ -131,7 +140,8 @@ class Profile:
         self._names = tuple(merged)
         self._policies = tuple(merged.values())
         self._provenance = _plain({} if provenance is None else provenance, _PROVENANCE)
-        self._evidence = check_evidence(evidence)
+        self._evidence_given = evidence is not None
+        self._evidence = check_evidence({} if evidence is None else evidence)
         self._source: str | None = None
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -159,6 +169,11 @@ class Profile:
     def evidence(self) -> Mapping[str, tuple[EvidenceHead, ...]]:
         """Heads that foretell what will be needed: the set for reading, and that with replay."""
         return MappingProxyType(self._evidence)
+
+    @property
+    def evidence_given(self) -> bool:
+        """Whether the profile says which heads there are, be it none; else a cache looks."""
+        return self._evidence_given
 
     @property
     def base_priority(self) -> tuple[float, ...]:
@@ -230,8 +245,13 @@ class Profile:
         return self._changed(provenance=provenance)
 
     def with_evidence(self, evidence: Evidence) -> Profile:
-        """Return a profile with these evidence heads; this one is unchanged."""
-        return self._changed(evidence=evidence)
+        """Return a profile with these evidence heads; this one is unchanged.
+
+        An empty mapping means no heads, not even those that the package knows for the model. What
+        the provenance says of the heads before is left out.
+        """
+        about = {key: value for key, value in self._provenance.items() if key != _EVIDENCE}
+        return self._changed(evidence=evidence, provenance=about)
 
     def _changed(
         self,
@@ -243,18 +263,21 @@ class Profile:
         changed = Profile(
             self.regions if regions is None else regions,
             provenance=self._provenance if provenance is None else provenance,
-            evidence=self._evidence if evidence is None else evidence,
+            evidence=self._said() if evidence is None else evidence,
         )
         changed._source = self._source
         return changed
 
+    def _said(self) -> Evidence | None:
+        return self._evidence if self._evidence_given else None
+
     def to_dict(self) -> dict[str, Any]:
-        """Return what the YAML file holds: region -> fields, `evidence` and `provenance` if any.
+        """Return what the YAML file holds: region -> fields, `evidence` and `provenance` if given.
 
         An endless half-life is written as the string "inf", so the result is valid JSON.
         """
         data: dict[str, Any] = {name: _to_fields(policy) for name, policy in self.regions.items()}
-        if self._evidence:
+        if self._evidence_given:
             data[_EVIDENCE] = {
                 name: [head.to_dict() for head in heads] for name, heads in self._evidence.items()
             }
@@ -268,7 +291,8 @@ class Profile:
 
         Args:
             data: region -> {base_priority, half_life or decay_rate, pinned}; regions that are
-                left out keep their defaults. A half-life may be the string "inf".
+                left out keep their defaults. A half-life may be the string "inf". `evidence` may
+                be {} for no heads; left out or empty it says nothing of them.
 
         Raises:
             ProfileError: unknown or missing field, wrong type, or value out of range.
@@ -282,9 +306,7 @@ class Profile:
             for name, fields in data.items()
             if name not in _RESERVED
         }
-        evidence = data.get(_EVIDENCE)
-        evidence = check_evidence({} if evidence is None else evidence)
-        return cls(regions, provenance=data.get(_PROVENANCE), evidence=evidence)
+        return cls(regions, provenance=data.get(_PROVENANCE), evidence=data.get(_EVIDENCE))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -346,7 +368,8 @@ class Profile:
                 for field in [field for field in line if field not in fields]:
                     del line[field]
                 line.update({k: v for k, v in fields.items() if line.get(k) != v})
-        if self._evidence != check_evidence(document.get(_EVIDENCE) or {}):
+        said = document.get(_EVIDENCE)
+        if self._said() != (None if said is None else check_evidence(said)):
             document[_EVIDENCE] = {
                 name: [_one_line(head.to_dict()) for head in heads]
                 for name, heads in self._evidence.items()
@@ -361,10 +384,10 @@ class Profile:
         """Profiles are equal when all they say is; comments do not count."""
         if not isinstance(other, Profile):
             return NotImplemented
-        return (self._names, self._policies, self._evidence, self._provenance) == (
+        return (self._names, self._policies, self._said(), self._provenance) == (
             other._names,
             other._policies,
-            other._evidence,
+            other._said(),
             other._provenance,
         )
 

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memdecay.calibration.evidence import COUNTS, Watched, auc, choose, smooth
+from memdecay.calibration.evidence import (
+    COUNTS,
+    Watched,
+    auc,
+    choose,
+    held_out,
+    measured,
+    smooth,
+    told,
+)
+from memdecay.errors import StudyError
 from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead, check_evidence
 from memdecay.policy.evidence import REACH, evidence, shared
 
@@ -191,3 +201,75 @@ class TestChoose:
         peaks[:, 1] = 0
         heads, reached = choose([Watched("x", peaks, watched.needed, watched.counted)], "read")
         assert all(math.isfinite(one.mean) and one.std > 0 for one in heads) and reached > 0.9
+
+
+def of(cluster: str, watched: Watched) -> Watched:
+    return Watched(cluster, watched.peaks, watched.needed, watched.counted)
+
+
+class TestHeldOut:
+    def test_what_a_policy_makes_of_an_episode(self) -> None:
+        """`told` is the AUC of the policy's own evidence, by the profile's means."""
+        chosen, asked = episode(1, BOTH), episode(2, BOTH)
+        heads, _ = choose([chosen], "replay")
+        peaks = [asked.peaks[int(h.when == REPLAY), h.layer, h.head].float() for h in heads]
+        said = shared(evidence(peaks, heads), torch.arange(160)).tolist()
+        pairs = [
+            said[one] > said[other]
+            for one in range(160)
+            for other in range(160)
+            if asked.counted[one] and asked.counted[other]
+            if asked.needed[one] and not asked.needed[other]
+        ]
+        assert told(asked, heads) == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+
+    def test_each_cluster_is_told_by_heads_of_the_others(self) -> None:
+        """Two clusters whose heads have nothing to do with each other."""
+        one, other = {(0, 0, 1): 3.0}, {(0, 2, 3): 3.0}
+        same = [of("ab"[seed % 2], episode(seed, one)) for seed in range(6)]
+        apart = [of("ab"[seed % 2], episode(seed, (one, other)[seed % 2])) for seed in range(6)]
+        within = held_out(same, "read")
+        across = held_out(apart, "read")
+        assert within is not None and across is not None
+        assert across < 0.65 < 0.85 < within
+        assert choose(apart, "read")[1] > 0.8  # on what they were chosen on they seem to be good
+        first = choose([watched for watched in same if watched.cluster == "a"], "read")[0]
+        second = choose([watched for watched in same if watched.cluster == "b"], "read")[0]
+        each = [told(w, second if w.cluster == "a" else first) for w in same]
+        assert within == pytest.approx(statistics.fmean(each))
+
+    def test_one_cluster_leaves_nothing_out(self) -> None:
+        alike = [of("a", episode(seed, READS)) for seed in range(3)]
+        assert held_out(alike, "read") is None
+        _, about = measured(alike)
+        assert about["auc_held_out"] == dict.fromkeys(COUNTS)
+
+    def test_all_sets_at_once(self) -> None:
+        watched = [of("abc"[seed % 3], episode(seed, BOTH)) for seed in range(6)]
+        heads, about = measured(watched)
+        assert about["episodes"] == 6 and about["clusters"] == ["a", "b", "c"]
+        for use in COUNTS:
+            chosen, reached = choose(watched, use)
+            assert heads[use] == chosen and about["auc"][use] == pytest.approx(reached, abs=1e-4)
+            assert about["auc_held_out"][use] == pytest.approx(held_out(watched, use), abs=1e-4)
+
+
+class TestUnusable:
+    @pytest.mark.parametrize("needed", [False, True])
+    def test_nothing_to_tell_apart_is_refused(self, needed: bool) -> None:
+        good = episode(0, READS)
+        bad = Watched("mill", good.peaks, torch.full((160,), needed), good.counted)
+        assert good.usable and not bad.usable
+        with pytest.raises(StudyError, match="An episode of 'mill' has") as caught:
+            choose([good, bad], "read")
+        assert "\n" not in str(caught.value)
+
+    def test_facts_that_do_not_count_are_no_facts(self) -> None:
+        good = episode(0, READS)
+        needed = torch.zeros(160, dtype=torch.bool)
+        needed[150:155] = True
+        assert not Watched("mill", good.peaks, needed, good.counted).usable
+
+    def test_no_episode_is_refused(self) -> None:
+        with pytest.raises(StudyError, match="There is no episode"):
+            choose([], "read")

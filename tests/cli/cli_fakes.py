@@ -46,6 +46,7 @@ class FakeReport:
     clock: str = "steps"
     steps: int = 0
     observations: int = 0
+    evidence: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,8 +13,11 @@ import pytest
 import memdecay.engine
 from engine.sessions import assistant, system, tiny, user, words
 from memdecay.calibration import measure as measuring
+from memdecay.calibration.evidence import COUNTS
 from memdecay.cli import calibrate
+from memdecay.evidence import READ, EvidenceHead
 from memdecay.regions import Profile
+from memdecay.study import watching
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -118,7 +121,100 @@ class TestWhatItWrites:
 
 
 @pytest.mark.usefixtures("place")
+class TestHeads:
+    def test_episodes_give_heads_and_how_good_they_are(self, command: Command) -> None:
+        other = SCENARIO.read_text().replace("name: example", "name: second")
+        Path("second.yaml").write_text(other)
+        args = ("calibrate", str(SCENARIO), "second.yaml", "--burst", "6", "-o", "p.yaml")
+        code, out, _ = command(*args)
+        assert code == 0 and "Evidence heads, chosen on 6 episodes" in out
+        assert "AUC on scenarios left out" in out
+        assert len(os.listdir("p.curves/heads")) == 6
+        code, out, _ = command(*args, "--json")
+        result = json.loads(out)
+        made, found = Profile.load("p.yaml"), result["evidence"]
+        assert set(made.evidence) == set(found["heads"]) == set(COUNTS)
+        for use in COUNTS:
+            assert len(made.evidence[use]) == found["heads"][use]
+            assert 0 < found["auc_held_out"][use] <= 1 and 0.5 < found["auc"][use] <= 1
+        assert found["episodes"] == 6 and found["clusters"] == ["example", "second"]
+        about = {key: value for key, value in found.items() if key != "heads"}
+        assert made.provenance["evidence"] == about
+        assert not any("vidence heads" in note for note in result["notes"])
+
+    def test_one_scenario_says_that_nothing_was_left_out(self, command: Command) -> None:
+        code, out, _ = command("calibrate", str(SCENARIO), "--burst", "6")
+        assert code == 0 and "nothing is left out to see whether" in " ".join(out.split())
+
+    def test_nobody_looks_where_nobody_should(
+        self, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watching, "watch_all", None)  # calling it would fail
+        own = EvidenceHead(0, 1, READ, weight=1.0, mean=-3.0, std=1.0)
+        about = {"known_for": "tiny"}
+        base = Profile.default().with_evidence({"read": (own,)})
+        base.with_provenance({"evidence": about}).save("base.yaml")
+        for source, options, said in (
+            ("traces", (), True),
+            ("traces", ("--no-heads",), False),
+            (str(SCENARIO), ("--no-heads",), False),
+        ):
+            args = ("calibrate", source, "--burst", "9", "--json", *options)
+            code, out, _ = command(*args)
+            result = json.loads(out)
+            assert code == 0 and result["evidence"] is None
+            assert not Profile.load("profile.yaml").evidence_given
+            notes = [note for note in result["notes"] if "vidence heads" in note]
+            assert len(notes) == said
+            if said:
+                assert "they need episodes with known answers" in notes[0]
+            assert command(*args, "--profile", "base.yaml")[0] == 0
+            made = Profile.load("profile.yaml")
+            assert dict(made.evidence) == {"read": (own,)}
+            assert made.provenance["evidence"] == about
+
+    def test_what_is_cut_has_no_say(self, command: Command) -> None:
+        args = ("calibrate", str(SCENARIO), "--burst", "9", "--json", "--max-tokens", "260")
+        code, out, _ = command(*args)
+        result = json.loads(out)
+        assert code == 0 and result["evidence"] is None
+        [note] = [note for note in result["notes"] if "evidence heads are not chosen" in note]
+        assert "cut by --max-tokens" in note and "short-example-0" in note
+
+    def test_episodes_whose_facts_do_not_count_are_left_out(
+        self, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watching, "UNREAD", 10_000)
+        code, out, _ = command("calibrate", str(SCENARIO), "--burst", "6", "--json")
+        result = json.loads(out)
+        assert code == 0 and result["evidence"] is None
+        assert any("no fact is among the tokens that count" in note for note in result["notes"])
+
+
+@pytest.mark.usefixtures("place")
 class TestGoingOn:
+    def test_an_interrupt_keeps_what_was_watched(
+        self, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        once = ("calibrate", str(SCENARIO), "--burst", "6", "-o")
+        assert command(*once, "whole.yaml")[0] == 0
+        watch, seen = watching.watch, []
+
+        def until(model: Any, tokenizer: Any, episode: Any, **options: Any) -> Any:
+            if seen == ["example-0"]:
+                seen.append("stop")
+                raise KeyboardInterrupt
+            seen.append(episode.name)
+            return watch(model, tokenizer, episode, **options)
+
+        monkeypatch.setattr(watching, "watch", until)
+        assert command(*once, "parts.yaml")[0] == 130
+        assert os.listdir("parts.curves/heads") == ["short-example-0.safetensors"]
+        assert not Path("parts.yaml").exists()
+        assert command(*once, "parts.yaml")[0] == 0
+        assert seen == ["example-0", "stop", "example-1", "example-2"]
+        assert Path("parts.yaml").read_text() == Path("whole.yaml").read_text()
+
     def test_an_interrupt_keeps_what_was_measured(
         self, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,6 +172,28 @@ class TestRun:
         monkeypatch.setattr(memdecay.prompt.Conversation, "append", noting)
         _, out, _ = command("run", "trace.json", "--compare", "streaming", "--json")
         assert json.loads(out)["notes"] == ["odd template"]
+
+    def test_who_has_no_evidence_heads_is_named(
+        self, command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fake: Any = memdecay.engine.Session
+        report = fake.report
+        for said in ("none; memdecay calibrate measures them", "8 for read, known for m", None):
+
+            def saying(self: Any, said: str | None = said) -> Any:
+                made = report(self)
+                made.evidence = said if self.policy == "memdecay" else None
+                return made
+
+            monkeypatch.setattr(fake, "report", saying)
+            code, out, err = command("run", "trace.json", "--compare", "memdecay", "--json")
+            assert (code, err) == (0, "")
+            result = json.loads(out)
+            assert result["evidence"] is None
+            assert result["compare"]["memdecay"]["evidence"] == said
+            assert [note.split()[0] for note in result["notes"]] == (
+                ["memdecay"] if said and said.startswith("none") else []
+            )
 
     def test_a_trace_may_be_full_of_markup(self, command: Command, here: Path) -> None:
         trace = {"id": "[red]</script>[/nonsense]", "messages": [

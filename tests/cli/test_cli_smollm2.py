@@ -79,6 +79,7 @@ def test_doctor_describes_the_model(command: Command) -> None:
     result = json.loads(out)
     assert code == 0 and result["model"]["supported"] is True
     assert result["model"]["family"] == "llama" and result["model"]["layers"] == 30
+    assert result["model"]["evidence"].endswith(", known for smollm2-135m")
     assert Path(result["smollm2"]["path"]).is_file()
     assert "Llama" in result["families"].values()
 

@@ -12,14 +12,19 @@ import pytest
 import torch
 
 from memdecay.calibration.evidence import COUNTS, choose
-from memdecay.evidence import READ
+from memdecay.engine import MemDecayCache, known
+from memdecay.engine.known import Known, shape_of
+from memdecay.errors import StudyError
+from memdecay.evidence import READ, EvidenceHead
 from memdecay.regions import Profile
 from memdecay.study import answers, overhead, run, watching, workers
 from memdecay.study.conditions import Condition, conditions
+from memdecay.study.keeping import ledger_after
+from memdecay.study.recording import record
 from memdecay.study.rows import read_rows
 from memdecay.study.run import Advance, Task, run_setting, with_changes
 from memdecay.study.settings import Setting
-from memdecay.study.watching import from_file, to_bytes, watch
+from memdecay.study.watching import from_file, to_bytes, watch, watch_all
 from memdecay.study.workers import Here
 from study.study_tiny import episodes, small, two_scenarios
 
@@ -163,6 +168,56 @@ def test_without_profiles_what_was_watched_is_used_again(
         assert Profile.load(path) == Profile.load(done[0] / "profiles" / path.name)
 
 
+def test_heads_are_not_chosen_on_fewer_scenarios_than_rates(
+    done: tuple[Path, Noted], setting: Setting, tmp_path: Path
+) -> None:
+    """A run that was handed on without what was watched, and a scenario that has no heads yet."""
+    folder = tmp_path / setting.name
+    shutil.copytree(done[0], folder)
+    shutil.rmtree(folder / "heads")
+    shutil.rmtree(folder / "rows")
+    (folder / "profiles" / "ferry.yaml").unlink()
+    before = (folder / "profiles" / "mill.yaml").read_text()
+    assert setting.scenarios is not None
+    alone = with_changes(setting, scenarios=setting.scenarios[1:])
+    nobody = Noted()
+    with pytest.raises(StudyError) as caught:
+        run_setting(alone, tmp_path, nobody)
+    assert str(caught.value) == (
+        f"The heads for ferry are chosen on all other scenarios of {str(folder)!r}, but it has no "
+        f"heads/*.safetensors of mill; ask for these scenarios too, or put the files back."
+    )
+    assert nobody.tasks == [] and not (folder / "heads").exists()
+    both = Noted()
+    run_setting(setting, tmp_path, both)
+    assert both.kinds.count("watch") == 2
+    assert (folder / "profiles" / "mill.yaml").read_text() == before
+    other = tmp_path / "files" / setting.name
+    shutil.copytree(done[0], other)
+    (other / "profiles" / "ferry.yaml").unlink()
+    (other / "heads" / "ferry-0.safetensors").unlink()
+    run_setting(alone, other.parent, Noted())
+    found = Profile.load(other / "profiles" / "ferry.yaml")
+    assert found == Profile.load(done[0] / "profiles" / "ferry.yaml")
+
+
+def test_some_files_of_what_was_watched_change_no_profile(
+    done: tuple[Path, Noted], setting: Setting, tmp_path: Path
+) -> None:
+    """Nor does a run that asks for no heads choose them on whatever is there."""
+    folder = tmp_path / setting.name
+    shutil.copytree(done[0], folder)
+    (folder / "heads" / "mill-0.safetensors").unlink()
+    before = {path.name: path.read_text() for path in (folder / "profiles").iterdir()}
+    run_setting(setting, tmp_path, Noted())
+    assert before == {path.name: path.read_text() for path in (folder / "profiles").iterdir()}
+    for path in (folder / "profiles").iterdir():
+        path.unlink()
+    run_setting(with_changes(setting, groups=("paper",)), tmp_path, Noted())
+    for path in (folder / "profiles").iterdir():
+        assert not Profile.load(path).evidence_given
+
+
 def test_nobody_watches_where_no_policy_asks(setting: Setting, tmp_path: Path) -> None:
     noted = Noted()
     told: dict[str, float] = {}
@@ -178,6 +233,22 @@ def test_nobody_watches_where_no_policy_asks(setting: Setting, tmp_path: Path) -
     run_setting(setting, tmp_path, more)
     assert more.kinds.count("watch") == 2 and set(more.kinds) == {"watch", "ask"}
     assert all(Profile.load(path).evidence for path in (folder / "profiles").iterdir())
+
+
+def test_the_study_knows_no_heads_but_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, tokenizer = small(MODEL)
+    head = EvidenceHead(0, 1, READ, weight=1.0, mean=-3.0, std=1.0)
+    found = Known("tiny", {"read": (head,)}, {"shape": shape_of(model.config)})
+    monkeypatch.setattr(known, "known_models", lambda: (found,))
+    assert MemDecayCache(model, budget=64, policy="memdecay").profile.evidence  # it is known
+    recording = record(model, tokenizer, episodes(tmp_path)[0], burst=4)
+    assert recording.cache.profile.evidence == {}
+    [condition] = [one for one in conditions(("policy",)) if one.name == "memdecay"]
+    observations, profile = recording.observations, Profile.default()
+    ledger = ledger_after(recording.tape, observations, condition, profile, recording.tape.regions)
+    assert ledger.profile.evidence == {}
 
 
 def test_what_is_watched_and_what_is_needed(tmp_path: Path) -> None:
@@ -201,3 +272,42 @@ def test_what_is_watched_and_what_is_needed(tmp_path: Path) -> None:
     again = watch(model, tokenizer, episode, burst=4)
     assert torch.equal(again.peaks, watched.peaks)
     assert all(head.when == READ for head in choose([watched], "read")[0])
+
+
+def test_each_is_watched_once_and_as_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = small(MODEL)
+    asked = {f"short-{one.name}": one for one in episodes(tmp_path)[:2]}
+    folder = tmp_path / "heads"
+    told: list[int] = []
+    first = watch_all(model, tokenizer, asked, folder=folder, burst=4, progress=told.append)
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(asked) == sorted(first)
+    read = sum(len(one.needed) for one in first.values())
+    assert 1.9 * read < sum(told) <= 2 * read  # each once, and then repeated
+    for name, one in first.items():
+        again = watch(model, tokenizer, asked[name], burst=4)
+        assert torch.equal(one.peaks, again.peaks) and one.cluster == "mill"
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was there")
+
+    monkeypatch.setattr(watching, "watch", never)
+    again = watch_all(model, tokenizer, asked, folder=folder, burst=4)
+    assert all(torch.equal(again[name].peaks, one.peaks) for name, one in first.items())
+    others = {"short-mill-0": episodes(tmp_path)[2]}
+    (folder / "short-mill-1.safetensors").write_bytes(b"no")
+    for changes, sentence in (
+        ({"burst": 5}, "was made with burst 4, not 5; measure into another folder"),
+        ({"model": small("qwen3")[0]}, "was made with another model;"),
+        ({"episodes": others}, "was made with another text;"),
+        ({"episodes": asked}, "short-mill-1.safetensors' is not a file of watched heads; remove"),
+    ):
+        given = {"model": model, "episodes": {"short-mill-0": asked["short-mill-0"]}, "burst": 4}
+        given |= changes
+        with pytest.raises(StudyError) as caught:
+            watch_all(tokenizer=tokenizer, folder=folder, **given)
+        assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    (folder / "short-mill-1.safetensors").write_bytes(to_bytes(first["short-mill-1"]))
+    with pytest.raises(StudyError, match="is not a file of watched heads"):
+        watch_all(model, tokenizer, asked, folder=folder, burst=4)

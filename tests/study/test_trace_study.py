@@ -17,8 +17,10 @@ from torch import Tensor
 
 from engine.sessions import assistant, system, user, words
 from memdecay.calibration.player import Script
-from memdecay.engine import Session
+from memdecay.engine import Session, known
+from memdecay.engine.known import Known, shape_of
 from memdecay.errors import StudyError
+from memdecay.evidence import READ, EvidenceHead
 from memdecay.policy import Policy, get_policy
 from memdecay.policy.base import Tokens
 from memdecay.regions import Profile
@@ -473,3 +475,31 @@ class TestReport:
         ]
         text = document("x", written(tmp_path, rows))
         assert "Of 1 trace the last 12 tokens are past the positions" in text and ": t1." in text
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_heads_are_those_of_the_profile_or_none(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the package knows of a model would change rows that say the same of their making."""
+    head = EvidenceHead(0, 1, READ, weight=1.0, mean=-3.0, std=1.0)
+    model, tokenizer = small(MODEL)
+    about = {"shape": shape_of(model.config)}
+    found = Known("tiny", {"read": (head, head)}, about)
+    monkeypatch.setattr(known, "known_models", lambda: (found,))
+    profiles: list[Profile] = []
+
+    class Spied(Session):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            profiles.append(self.cache.profile)
+
+    monkeypatch.setattr(trace_play, "Session", Spied)
+    profile = Profile.default().with_evidence({"read": (head,)}) if given else Profile.default()
+    task = TraceTask(
+        "trace", replace(RUN, profile=profile), script("one", 50), get_policy("memdecay"), 0.5, 240
+    )
+    row = trace_play.do_trace(model, tokenizer, task, lambda count: None)
+    assert row["policy"] == "memdecay" and len(profiles) == 2  # it, and the full cache
+    assert all(dict(one.evidence) == ({"read": (head,)} if given else {}) for one in profiles)
+    assert Spied(model, tokenizer, budget=64, policy="memdecay").cache.profile.evidence

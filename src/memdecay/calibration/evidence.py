@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memdecay.errors import StudyError
 from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
-from memdecay.policy.evidence import CLIP, REACH
+from memdecay.policy.evidence import CLIP, REACH, evidence, shared
 
 POOL = 40
 """Heads that are considered: the best ones, each alone."""
@@ -40,6 +42,12 @@ class Watched:
     peaks: Tensor
     needed: Tensor
     counted: Tensor
+
+    @property
+    def usable(self) -> bool:
+        """Whether there are tokens to tell apart: needed ones, and others."""
+        among = self.needed[self.counted]
+        return bool(among.any()) and not bool(among.all())
 
 
 def smooth(values: Tensor, reach: int = REACH) -> Tensor:
@@ -73,7 +81,12 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
 
     Returns:
         The heads, and the mean over episodes of the AUC of their evidence on these episodes.
+
+    Raises:
+        StudyError: there is no episode, or one has no needed tokens among those that count, or no
+            others.
     """
+    _check(episodes)
     times = (READ,) if use == "read" else (READ, REPLAY)
     logs = [(one.peaks[: len(times)].float() + FLOOR).log() for one in episodes]
     shape = logs[0].shape[:3]
@@ -114,3 +127,76 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
             )
         )
     return tuple(heads), reached
+
+
+def told(episode: Watched, heads: Sequence[EvidenceHead]) -> float:
+    """Return the AUC that heads of a profile have on an episode, as a policy would use them.
+
+    Args:
+        episode: usable.
+        heads: at least one.
+    """
+    peaks = [episode.peaks[(READ, REPLAY).index(h.when), h.layer, h.head].float() for h in heads]
+    said = shared(evidence(peaks, heads), torch.arange(len(episode.needed)))
+    return float(auc(said[episode.counted], episode.needed[episode.counted]))
+
+
+def held_out(episodes: Sequence[Watched], use: str) -> float | None:
+    """Return the AUC on episodes that had no part in the choice: heads of the other clusters.
+
+    Args:
+        episodes: as for `choose`.
+        use: likewise.
+
+    Returns:
+        The mean over the episodes; None if all are of one cluster.
+
+    Raises:
+        StudyError: as `choose`.
+    """
+    clusters = dict.fromkeys(one.cluster for one in episodes)
+    if len(clusters) < 2:
+        return None
+    reached = []
+    for cluster in clusters:
+        heads, _ = choose([one for one in episodes if one.cluster != cluster], use)
+        reached += [told(one, heads) for one in episodes if one.cluster == cluster]
+    return sum(reached) / len(reached)
+
+
+def measured(
+    episodes: Sequence[Watched],
+) -> tuple[dict[str, tuple[EvidenceHead, ...]], dict[str, Any]]:
+    """Choose the heads of every set, and say how good they are.
+
+    Returns:
+        The heads, and what a profile's provenance says of them under `evidence`: how many
+        episodes, of which clusters, and for each set the AUC on these episodes ("auc") and on
+        episodes of clusters that had no part in the choice ("auc_held_out", see `held_out`).
+
+    Raises:
+        StudyError: as `choose`.
+    """
+    found = {use: choose(episodes, use) for use in COUNTS}
+    apart = {use: held_out(episodes, use) for use in COUNTS}
+    about = {
+        "episodes": len(episodes),
+        "clusters": list(dict.fromkeys(one.cluster for one in episodes)),
+        "auc": {use: round(reached, 4) for use, (_, reached) in found.items()},
+        "auc_held_out": {
+            use: None if reached is None else round(reached, 4) for use, reached in apart.items()
+        },
+    }
+    return {use: heads for use, (heads, _) in found.items()}, about
+
+
+def _check(episodes: Sequence[Watched]) -> None:
+    if not episodes:
+        raise StudyError("There is no episode to choose evidence heads on; at least one is needed.")
+    for one in episodes:
+        if not one.usable:
+            raise StudyError(
+                f"An episode of {one.cluster!r} has {int(one.needed[one.counted].sum())} needed "
+                f"tokens among the {int(one.counted.sum())} that count, so no head can tell them "
+                f"from others; leave it out."
+            )

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from memdecay.engine import MemDecayCache
 from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.scoring import Frame, targets
+from memdecay.errors import StudyError
 from memdecay.policy import Policy, Tokens
 from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
@@ -140,7 +141,9 @@ class Player:
         self.truncated = False
         self.conversation = self._conversation()
         watch = _Watch(tuple(heads))
-        self.cache = MemDecayCache(model, budget=None, policy=watch, window=_CHUNK)
+        # What is measured must not depend on which heads are known already.
+        profile = Profile.default().with_evidence({})
+        self.cache = MemDecayCache(model, budget=None, policy=watch, profile=profile, window=_CHUNK)
         self.peaks = torch.zeros(len(heads), 0, device=model.device)
         self.cache.on_heads = self._hear_heads
         self._listen = listen or (lambda observation: None)
@@ -217,11 +220,18 @@ class Player:
 
         Returns:
             (num_layers, num_heads, seq_len) float32, the most attention that each token got.
+
+        Raises:
+            StudyError: the model has no positions left to repeat it at.
         """
         prompts, most = repeat_prompts(self.tokenizer), None
         while len(self.cache.unreplayed()):
             count, attention = repeat_next(self.cache, prompts, self.tape.ids)
-            assert attention is not None
+            if attention is None:
+                raise StudyError(
+                    f"The model cannot repeat {self.script.name!r}, as it has no positions beyond "
+                    f"the {len(self.tape.ids):,} tokens of it; evidence heads need that."
+                )
             most = attention if most is None else torch.maximum(most, attention)
             if progress is not None:
                 progress(count)

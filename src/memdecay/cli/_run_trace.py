@@ -94,6 +94,7 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         }
     template = _conversation(request, tokenizer).append(messages).notes
     notes = _notes(request, model, done["full"].play, len(ids), template)
+    notes += _blind(done)
     reference = done["full"].play
     per_policy = {
         name: _result(name, request.policies[name], done[name], reference, budget)
@@ -197,6 +198,7 @@ def _result(name: str, policy: Policy, done: _Done, reference: Play, budget: int
     return {
         "policy": name,
         "policy_config": report["policy"],
+        "evidence": report["evidence"],
         "budget_tokens": budget if policy.bounded else None,
         "seen_tokens": report["seen_tokens"],
         "kept_tokens": report["kept_tokens"],
@@ -231,6 +233,16 @@ def _notes(
     if not any(len(turn.nll) for turn in reference.turns):
         notes.append("The trace has no assistant tokens to score, so the cost is not known.")
     return list(dict.fromkeys([*notes, *request.trace.notes, *template]))
+
+
+def _blind(done: Mapping[str, _Done]) -> list[str]:
+    """Say which policies would go by evidence heads and have none."""
+    return [
+        f"{name} goes by evidence heads, and there are none for this model; memdecay calibrate "
+        f"measures them."
+        for name, one in done.items()
+        if (one.report["evidence"] or "").startswith("none")
+    ]
 
 
 def _page(

@@ -59,6 +59,24 @@ def scripts(sources: Sequence[str], retrievers: Sequence[str]) -> tuple[list[Scr
     return found, notes
 
 
+def episodes(sources: Sequence[str]) -> dict[str, Episode]:
+    """Return the episodes among the sources, whose answers are known, by the name of their script.
+
+    Args:
+        sources: as for `scripts`, which refuses what is wrong with them.
+    """
+    from memdecay.study.scenario import TIERS, load_episodes, load_scenario
+
+    found: list[Episode] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source in TIERS:
+            found += load_episodes(source)
+        elif path.suffix in _SCENARIOS and not path.is_dir():
+            found += load_scenario(path)
+    return {_episode(episode).name: episode for episode in found}
+
+
 def cut(script: Script, limit: int | None, tokenizer: Any) -> tuple[Script, str | None]:
     """Leave out the turns of a script that pass a number of tokens.
 

@@ -1,8 +1,8 @@
-"""`memdecay calibrate`: measure how long each region is attended to, and write a profile."""
+"""`memdecay calibrate`: measure regions' lifetimes and evidence heads, and write a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +17,10 @@ from memdecay.provenance import commit, versions
 
 if TYPE_CHECKING:
     from memdecay.calibration.curves import Curves
+    from memdecay.calibration.evidence import Watched
     from memdecay.calibration.fit import Fit
     from memdecay.calibration.player import Script
+    from memdecay.study.scenario import Episode
 
 EXAMPLE = "memdecay calibrate short --model smollm2 -o profile.yaml --figure lifetimes.svg"
 
@@ -50,10 +52,14 @@ def calibrate(
         Path | None,
         typer.Option(
             "--work",
-            help="Folder of the measured curves, from which a run that was ended goes on; beside "
+            help="Folder of what was measured, from which a run that was ended goes on; beside "
             "the profile if not given.",
         ),
     ] = None,
+    no_heads: Annotated[
+        bool,
+        typer.Option("--no-heads", help="Do not look for evidence heads."),
+    ] = False,
     retriever: _options.Retrievers = None,
     profile: Annotated[
         Path | None,
@@ -62,16 +68,17 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resampling.")] = 0,
     as_json: _options.Json = False,
 ) -> None:
-    """Measure how long each region is attended to, and write a profile with these half-lives.
+    """Measure how long each region is attended to and which heads tell what will be asked.
 
     Traces are played with nothing evicted; at every decode step the attention is summed by region
     and age. A half-life is the slope of its logarithm, with a 95% interval over traces or, for
-    episodes, over scenarios. A region with too little data keeps its default. `memdecay run`
-    takes the profile with --profile.
+    episodes, over scenarios. A region with too little data keeps its default. Episodes are read
+    once more with every head watched, and the heads that rank their facts best go into the profile
+    too, for the policies that go by such heads. `memdecay run` takes the profile with --profile.
     """
     from memdecay.calibration.extras import require
     from memdecay.calibration.measure import check_labels
-    from memdecay.cli._scripts import scripts
+    from memdecay.cli._scripts import episodes, scripts
 
     require("statsmodels", "pyarrow", *(["matplotlib"] if figure else []))
     _terminal.check_output(output, "--output")
@@ -84,14 +91,20 @@ def calibrate(
     found, notes = scripts(traces, retriever or ())
     for script in found:
         check_labels(script, burst)
+    asked = {} if no_heads else episodes(traces)
+    if not asked and not no_heads:
+        notes.append(
+            "Evidence heads were not looked for: they need episodes with known answers (short, "
+            "long or a scenario file), and traces have none."
+        )
     folder = work or output.with_name(f"{output.stem}.curves")
     with _terminal.results(as_json):
-        curves, cuts = _measure(
-            found, model, dtype, folder, burst=burst, max_tokens=max_tokens, base=base
+        curves, watched, remarks = _measure(
+            found, asked, model, dtype, folder, burst=burst, max_tokens=max_tokens, base=base
         )
-        result = _finish(curves, output, figure, base=base, seed=seed)
+        result = _finish(curves, watched, output, figure, base=base, seed=seed)
     result["folder"] = str(folder)
-    result["notes"] = [*result["notes"], *cuts, *notes]
+    result["notes"] = [*result["notes"], *remarks, *notes]
     if as_json:
         _terminal.print_json(result)
     else:
@@ -100,6 +113,7 @@ def calibrate(
 
 def _measure(
     found: Sequence[Script],
+    asked: Mapping[str, Episode],
     name: str,
     dtype: str,
     folder: Path,
@@ -107,8 +121,8 @@ def _measure(
     burst: int,
     max_tokens: int | None,
     base: Any,
-) -> tuple[list[Curves], list[str]]:
-    """Play what is not measured yet; return the curves, and notes on what was cut."""
+) -> tuple[list[Curves], list[Watched], list[str]]:
+    """Play what is not measured yet; return curves, what heads saw, and notes on what was left."""
     from memdecay.calibration.measure import count_tokens, measure, work
     from memdecay.calibration.profile import check_profile
     from memdecay.cli._scripts import cut
@@ -133,7 +147,27 @@ def _measure(
             provenance={"versions": versions(), "commit": commit()},
             progress=lambda done: progress.advance(task, done),
         )
-    notes = [note for _, note in parts if note]
+        notes = [note for _, note in parts if note]
+        shortened = [script.name for script, note in parts if note and script.name in asked]
+        whole = {name: one for name, one in asked.items() if name not in shortened}
+        if shortened:
+            notes.append(
+                f"{', '.join(shortened)}: cut by --max-tokens, so evidence heads are not chosen on "
+                f"{'it' if len(shortened) == 1 else 'them'}."
+            )
+        many = f"{len(whole)} episode{'s' * (len(whole) != 1)}"
+        # Each is read once and repeated once.
+        total = 2 * sum(lengths[name] for name in whole)
+        task = progress.add_task(f"watching heads on {many}", total=total, visible=bool(whole))
+        watched = _watched(
+            model, tokenizer, whole, folder / "heads", lambda done: progress.advance(task, done)
+        )
+    blind = [name for name, one in watched.items() if not one.usable]
+    if blind:
+        notes.append(
+            f"{', '.join(blind)}: no fact is among the tokens that count, so evidence heads are "
+            f"not chosen on {'it' if len(blind) == 1 else 'them'}."
+        )
     trained = getattr(model.config, "max_position_embeddings", None)
     beyond = [script for script, length in lengths.items() if trained and length > trained]
     if beyond:
@@ -141,13 +175,35 @@ def _measure(
             f"{', '.join(beyond)}: longer than the {trained:,} tokens that {name} was trained for; "
             f"how it attends there is not to be trusted."
         )
-    return curves, notes
+    return curves, [one for one in watched.values() if one.usable], notes
+
+
+def _watched(
+    model: Any,
+    tokenizer: Any,
+    episodes: Mapping[str, Episode],
+    folder: Path,
+    progress: Callable[[int], None],
+) -> dict[str, Watched]:
+    """Watch every head on what was not watched yet."""
+    if not episodes:
+        return {}
+    from memdecay.study.watching import watch_all
+
+    return watch_all(model, tokenizer, episodes, folder=folder, progress=progress)
 
 
 def _finish(
-    curves: Sequence[Curves], output: Path, figure: Path | None, *, base: Any, seed: int
+    curves: Sequence[Curves],
+    watched: Sequence[Watched],
+    output: Path,
+    figure: Path | None,
+    *,
+    base: Any,
+    seed: int,
 ) -> dict[str, Any]:
-    """Fit, write the profile and the figure, and return what `--json` prints."""
+    """Fit, choose, write the profile and the figure, and return what `--json` prints."""
+    from memdecay.calibration.evidence import measured as heads_of
     from memdecay.calibration.fit import fit
     from memdecay.calibration.profile import calibrated
 
@@ -174,7 +230,15 @@ def _finish(
         **_terminal.provenance(),
         "seed": seed,
     }
-    made = calibrated(fits, base=base, provenance=origin)
+    found: dict[str, Any] | None = None
+    if watched:
+        heads, about = heads_of(watched)
+        base = base.with_evidence(heads)
+        found = {**about, "heads": {name: len(ones) for name, ones in heads.items()}}
+    else:
+        about = base.provenance.get("evidence")
+    known = {} if about is None else {"evidence": about}
+    made = calibrated(fits, base=base, provenance={**origin, **known})
     made.save(output)
     if figure is not None:
         from memdecay.calibration.figure import save_figure
@@ -186,6 +250,7 @@ def _finish(
     return {
         **origin,
         "regions": regions,
+        "evidence": found,
         "profile": str(output),
         "figure": None if figure is None else str(figure),
         "notes": [one["status"] for one in regions.values() if one["status"] != "measured"],
@@ -230,9 +295,27 @@ def _show(result: Mapping[str, Any]) -> None:
             one["source"],
         )
     console.print(table)
+    if result["evidence"] is not None:
+        console.print()
+        console.print(_heads(result["evidence"]))
     for note in result["notes"]:
         console.print(Text(f"\nNote: {note}", style="yellow"))
     drawn = (
         f", the curves are drawn in [bold]{escape(result['figure'])}[/]" if result["figure"] else ""
     )
     console.print(f"\nThe profile is in [bold]{escape(result['profile'])}[/]{drawn}.")
+
+
+def _heads(found: Mapping[str, Any]) -> Any:
+    """Return the table of evidence heads: how well they rank the facts above all other tokens."""
+    clusters = len(found["clusters"])
+    table = _look.titled(f"Evidence heads, chosen on {found['episodes']} episodes")
+    for column in ("set", "heads", "AUC", "AUC on scenarios left out"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for name, count in found["heads"].items():
+        apart = found["auc_held_out"][name]
+        left_out = "-" if apart is None else f"{apart:.3f}"
+        table.add_row(name, str(count), f"{found['auc'][name]:.3f}", left_out)
+    if clusters < 2:
+        table.caption = "A single scenario: nothing is left out to see whether the heads are good."
+    return table

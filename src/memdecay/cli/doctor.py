@@ -70,6 +70,8 @@ def _find_smollm2() -> dict[str, Any]:
 def _examine(name: str) -> dict[str, Any]:
     """Load a model, which refuses what is not supported, and describe it."""
     from memdecay.engine import load_model
+    from memdecay.engine.known import describe, with_known
+    from memdecay.regions import Profile
 
     with _terminal.progress() as progress:
         progress.add_task(f"loading {escape(name)}", total=None)
@@ -86,6 +88,7 @@ def _examine(name: str) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "chat_template": tokenizer.chat_template is not None,
+        "evidence": describe(with_known(Profile.default(), config)),
     }
 
 
@@ -117,4 +120,5 @@ def _show(result: Mapping[str, Any]) -> None:
             f"{one['family']}, {one['parameters'] / 1e6:.0f} M parameters, {one['layers']} layers, "
             f"{one['dtype']} on {one['device']}, trained for {one['trained_positions']} positions",
         )
+        table.add_row("", f"evidence heads: {one['evidence']}")
     console.print(table)

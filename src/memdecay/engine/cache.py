@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
+from memdecay.engine.known import with_known
 from memdecay.engine.ledger import Labels, Ledger
 from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move, SlotTable
@@ -177,7 +178,8 @@ class MemDecayCache(AttachedCache):
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
         policy: a name, or a policy.
-        profile: region policies, the defaults if None.
+        profile: region policies, the defaults if None. For a policy that goes by evidence heads
+            one that says nothing of them gets those that are known for the model, if any.
         page_size: tokens a page, only whole pages are evicted; what the policy prefers if None.
         align: "region" to open a fresh page at every region boundary.
         clock: "steps" (decode steps, as in the paper) or "tokens" (every token is a step).
@@ -259,6 +261,7 @@ class MemDecayCache(AttachedCache):
         wanted = "surprisal" in self.policy.needs
         self._head = Head(model, surprisal_vocabulary) if wanted else None
         if "heads" in self.policy.needs:
+            self.profile = with_known(self.profile, model.config)
             sets = self.profile.evidence.values()
             check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()

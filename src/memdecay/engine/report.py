@@ -110,6 +110,7 @@ class Report:
         clock: "steps" or "tokens".
         steps: decode steps so far.
         observations: attention observations so far.
+        evidence: which evidence heads the policy can go by, and whose; None if it uses none.
         notes: what the user should know.
     """
 
@@ -131,6 +132,7 @@ class Report:
     clock: str
     steps: int
     observations: int
+    evidence: str | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:

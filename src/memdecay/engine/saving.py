@@ -286,11 +286,15 @@ def _restored(
 
     settings = dict(state["settings"])
     default_region = settings.pop("default_region")
+    policy, profile = from_config(state["policy"]), Profile.from_dict(state["profile"])
+    if "heads" in policy.needs and not profile.evidence_given:
+        # Of before the package knew any heads: it was saved without, and goes on without.
+        profile = profile.with_evidence({})
     session = Session(
         model,
         tokenizer,
-        policy=from_config(state["policy"]),
-        profile=Profile.from_dict(state["profile"]),
+        policy=policy,
+        profile=profile,
         prefill_chunk=state["prefill_chunk"],
         **settings,
     )

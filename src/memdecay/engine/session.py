@@ -20,6 +20,7 @@ from transformers import (
 
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
+from memdecay.engine.known import describe
 from memdecay.engine.pins import check_pins
 from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
@@ -366,6 +367,7 @@ class Session:
             clock=cache.clock,
             steps=cache.steps,
             observations=cache.observations,
+            evidence=describe(cache.profile) if "heads" in cache.policy.needs else None,
             notes=self._notes(),
         )
 

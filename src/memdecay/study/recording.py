@@ -100,7 +100,7 @@ def record(
         heads: (layer, query head) of each head to watch while reading.
         replay: let the model repeat the context after that, in idle time.
         listen: is told every observation too.
-        progress: is told how many tokens were read by each forward.
+        progress: is told how many tokens were read, or repeated, by each forward.
     """
     observations: list[Observation] = []
 
@@ -123,7 +123,7 @@ def record(
         ends=player.ends,
         heads=tuple(heads),
         peaks=player.peaks.cpu(),
-        replay=player.replay().cpu() if replay else None,
+        replay=player.replay(progress).cpu() if replay else None,
     )
 
 

@@ -112,11 +112,13 @@ def run_setting(
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "curves" / f"{task.episode.name}.parquet", _writer(made))
     _check_curves(folder)
-    if any("heads" in condition.needs for condition in chosen):
+    wanted = any("heads" in condition.needs for condition in chosen)
+    if wanted:
         _watch(folder, setting, episodes, workers, advance)
     else:
         advance("watch", len(episodes))
-    profiles = leave_one_out(folder, setting, [episode.scenario for episode in episodes])
+    scenarios = [episode.scenario for episode in episodes]
+    profiles = leave_one_out(folder, setting, scenarios, heads=wanted)
     provenance = made_by()
     tasks = []
     for episode in episodes:
@@ -156,19 +158,37 @@ def _watch(
     """Watch every head on each episode, unless the folder's profiles say what came of that.
 
     What was watched is too much to hand on with a run, so it may be missing where the profiles
-    that were made of it are there.
+    that were made of it are there. A scenario without such a profile needs all the others' files.
+
+    Raises:
+        StudyError: one has no heads, and others of the run that are not asked for no files.
     """
-    if all(
-        _evidence_in(_profile_path(folder, scenario))
-        for scenario in {episode.scenario for episode in episodes}
-    ):
+    asked = {episode.scenario for episode in episodes}
+    without = [name for name in sorted(asked) if not _evidence_in(_profile_path(folder, name))]
+    if not without:
         advance("watch", len(episodes))
         return
     watched = {path.stem for path in folder.glob("heads/*.safetensors")}
+    lost = _measured(folder) - asked - {_scenario(name) for name in watched}
+    if lost:
+        raise StudyError(
+            f"The heads for {', '.join(without)} are chosen on all other scenarios of "
+            f"{str(folder)!r}, but it has no heads/*.safetensors of {', '.join(sorted(lost))}; ask "
+            f"for these scenarios too, or put the files back."
+        )
     tasks = [Task("watch", setting, episode) for episode in episodes if episode.name not in watched]
     advance("watch", len(episodes) - len(tasks))
     for task, made in workers.results(tasks, advance):
         write_whole(folder / "heads" / f"{task.episode.name}.safetensors", _writer(made))
+
+
+def _measured(folder: Path) -> set[str]:
+    """Return the scenarios of all episodes that were measured into a folder."""
+    return {_scenario(path.stem) for path in folder.glob("curves/*.parquet")}
+
+
+def _scenario(episode: str) -> str:
+    return episode.rpartition("-")[0]
 
 
 def _profile_path(folder: Path, scenario: str) -> Path:
@@ -189,16 +209,24 @@ def export(
     return [made[episode.name] for episode in episodes]
 
 
-def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> dict[str, Profile]:
+def leave_one_out(
+    folder: Path, setting: Setting, scenarios: Iterable[str], *, heads: bool = True
+) -> dict[str, Profile]:
     """Return for each scenario the profile measured on the others, and write them down.
 
     With a single scenario there is nothing left to measure on, and the defaults stay.
+
+    Args:
+        folder: of the run.
+        setting: of the run.
+        scenarios: which to leave out, one at a time.
+        heads: choose heads, where what was watched is there for every other scenario; those that
+            a profile has stay otherwise.
     """
     curves = load_curves(folder / "curves")
-    watched = {
-        path.stem: from_file(path, path.stem.rpartition("-")[0])
-        for path in sorted(folder.glob("heads/*.safetensors"))
-    }
+    files = sorted(folder.glob("heads/*.safetensors")) if heads else []
+    watched = [from_file(path, _scenario(path.stem)) for path in files]
+    everyone = _measured(folder)
     profiles = {}
     for scenario in dict.fromkeys(scenarios):
         others = [one for one in curves if one.cluster != scenario]
@@ -211,9 +239,12 @@ def leave_one_out(folder: Path, setting: Setting, scenarios: Iterable[str]) -> d
             "burst": setting.calibration_burst,
         }
         path = _profile_path(folder, scenario)
-        seen = [one for one in watched.values() if one.cluster != scenario]
-        evidence = evidence_from(seen) if seen else _evidence_in(path)
-        profile = calibrated(fits, provenance=about).with_evidence(evidence)
+        seen = [one for one in watched if one.cluster != scenario]
+        whole = everyone - {scenario} <= {one.cluster for one in seen}
+        evidence = evidence_from(seen) if seen and whole else _evidence_in(path)
+        profile = calibrated(fits, provenance=about)
+        if evidence:
+            profile = profile.with_evidence(evidence)
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
         profiles[scenario] = profile

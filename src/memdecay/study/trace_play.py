@@ -36,7 +36,8 @@ class TraceRun:
         model: what `load_model` takes.
         model_name: how rows call it.
         dtype: "bfloat16" or "float32".
-        profile: region policies.
+        profile: region policies. Heads that it does not have are not looked for, so that rows of
+            one profile are of the same heads.
         score_chunk: assistant tokens that one forward reads, see `Session.append`.
         max_tokens: traces stop before the turn that passes so many tokens; None for never.
         seed: of everything random.
@@ -231,12 +232,15 @@ def _read(
         BudgetError: the budget cannot hold the pins.
     """
     script, policy = task.script, policy or task.policy
+    profile = task.run.profile
+    if not profile.evidence_given:
+        profile = profile.with_evidence({})
     session = Session(
         model,
         tokenizer,
         budget=budget,
         policy=policy,
-        profile=task.run.profile,
+        profile=profile,
         retrievers=script.retrievers,
         tools=list(script.tools) or None,
     )
