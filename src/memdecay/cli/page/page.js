@@ -86,11 +86,13 @@
     if (D.runs.some((r) => (r.seen[name] || 0) > 0)) legend.append(el("li", {}, el("span", { class: "swatch", style: `background:${colours[i]}` }), name));
   const glyph = (...kids) => svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, ...kids);
   legend.append(
-    el("li", {}, el("span", { class: "fade", style: `background:linear-gradient(90deg,${KNOWN.tool_out},${KNOWN.tool_out}2e)` }), "score decays"),
+    el("li", {}, el("span", { class: "fade", style: `background:linear-gradient(90deg,${KNOWN.tool_out},${KNOWN.tool_out}2e)` }), "score falls"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.system, stroke: "currentColor", "stroke-width": 1.4 })), "pinned"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("circle", { cx: 11, cy: 6, r: 2.6, fill: "currentColor" })), "refreshed by attention"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 11, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("rect", { x: 12, y: 1, width: 2, height: 10, fill: "currentColor" })), "evicted"),
   );
+  if (D.runs.some((r) => r.strips.some((s) => s.pages > 1)))
+    legend.append(el("li", {}, glyph(svg("path", { d: "M1 2H21V4H14V7H8V10H1Z", fill: KNOWN.tool_out })), "some tokens evicted"));
 
   // ---- panels
   const GUT = 46, PAD = 14, TOP = 104;
@@ -237,7 +239,7 @@
       const paint = (to) => { if (to > from && there > 0) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, tall * there / s.pages); } from = Math.max(from, to); };
       const at = (e) => Math.min(x1, Math.max(x0, X(p, xOf(run, e))));
       const scoresBefore = (e) => {
-        for (; i < s.levels.length && s.levels[i] < e; i += 2) if (!s.pinned) { paint(at(s.levels[i])); alpha = shade(s.levels[i + 1]); }
+        for (; i < s.levels.length && s.levels[i] < e; i += 2) if (!s.pinned) { paint(at(s.levels[i])); alpha = shade(s.levels[i + 1], s.pages > 1 ? .4 : .22); }
       };
       // The tokens of a strip come one right after another: it starts with those of its first forward.
       for (const [e, change] of s.changes) {
@@ -271,7 +273,8 @@
     }
     for (const [start, end] of pinnedRuns(run)) if (h * (end - start) >= 12 * STRIP) lock(c, 9, (start + end) / 2 * h / STRIP - 6, ink);
   }
-  const shade = (level) => 0.22 + 0.78 * (level / 100);
+  // What is thin already must not be pale as well.
+  const shade = (level, least) => least + (1 - least) * (level / 100);
   function pinnedRuns(run) {
     const out = [];
     for (const s of run.strips) if (s.pinned) {
