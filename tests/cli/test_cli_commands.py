@@ -202,11 +202,15 @@ class TestPoliciesAndDoctor:
     def test_every_policy_is_listed_with_its_parameters(self, command: Command) -> None:
         code, out, _ = command("policies", "--json")
         found = {p["name"]: p for p in json.loads(out)["policies"]}
-        assert code == 0 and list(found) == available()
+        others = [name for name in available() if name != DEFAULT_POLICY]
+        assert code == 0 and list(found) == [DEFAULT_POLICY, *others]
+        assert [name for name, policy in found.items() if policy["default"]] == [DEFAULT_POLICY]
+        assert found["memdecay-paper"]["page_size"] == 16
         assert found["memdecay-paper"]["needs"] == ["attention", "labels"]
         assert found["memdecay-paper"]["parameters"]["smoothing"] == 0.9
         assert found["full"]["bounded"] is False
         _, out, _ = command("policies")
+        assert out.split()[0] == DEFAULT_POLICY and out.count("\ndefault ") == 1
         for name, policy in found.items():
             assert name in out and policy["summary"].split()[0] in out
 

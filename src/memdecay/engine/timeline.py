@@ -10,7 +10,7 @@ from torch import Tensor
 from memdecay.engine.cache import Evicted, MemDecayCache
 
 _MOST_SNAPSHOTS = 200
-_MOST_SCORES = 200_000
+_MOST_SCORES = 500_000
 """Page scores in all snapshots together; single tokens as pages make large ones."""
 
 
