@@ -354,7 +354,7 @@ def cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_console_script_keeps_stdout_pure(tmp_path: Path) -> None:
     done = cli("policies", "--json", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    assert [p["name"] for p in json.loads(done.stdout)["policies"]] == available()
+    assert sorted(p["name"] for p in json.loads(done.stdout)["policies"]) == available()
 
 
 def test_the_console_script_fails_in_one_sentence(tmp_path: Path) -> None:
