@@ -189,12 +189,12 @@ def prefill(name: str, count: int, rounds: int) -> tuple[float, str]:
     return ratio(times, "observed", "stock"), medians(times)
 
 
-def eviction(name: str, count: int, rounds: int) -> tuple[float, str]:
-    """Return the median ms of choosing and evicting two pages in all layers."""
+def eviction(name: str, count: int, rounds: int, policy: str) -> tuple[float, str]:
+    """Return the median ms of choosing and evicting 32 tokens, in its pages, in all layers."""
     model = make(name)
     times = []
     for _ in range(rounds):
-        cache = MemDecayCache(model, budget=count + 64)
+        cache = MemDecayCache(model, budget=count + 64, policy=policy)
         fill(cache, model, count)
         start = time.perf_counter()
         cache.shrink(count - 32)

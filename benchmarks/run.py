@@ -25,6 +25,7 @@ from rich.table import Table
 
 import policy_update
 from engine import Row, budgeted_decode, decode_steps, eviction, medians, prefill, ratio
+from memdecay.policy import DEFAULT_POLICY
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "engine.md"
 SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-0.5B"
@@ -65,15 +66,19 @@ def rows(quick: bool) -> Iterator[Row]:
                 what = f"prefill with window observation / plain sdpa prefill, {count} tokens"
                 yield Row(what, model, value, 1.02, detail=detail)
     for model in (SMOLLM2, QWEN):
-        value, detail = eviction(model, 8000, 5 if quick else 15)
-        yield Row(
-            "choosing and evicting two pages, all layers, 8000 tokens",
-            model,
-            value,
-            2.0,
-            "ms",
-            detail=detail,
-        )
+        for policy, what in (
+            ("memdecay-paper", "two pages"),
+            (DEFAULT_POLICY, "32 single tokens"),
+        ):
+            value, detail = eviction(model, 8000, 5 if quick else 15, policy)
+            yield Row(
+                f"choosing and evicting {what}, all layers, 8000 tokens",
+                model,
+                value,
+                2.0,
+                "ms",
+                detail=f"{policy}, {detail}",
+            )
     timing = policy_update.measure()
     for part in ("one_page", "quarter"):
         what = f"policy update, score and selection at 131,072 tokens, evicting {part}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from memdecay.policy import DEFAULT_POLICY
 
-PAGE = 16
+PINNING = (DEFAULT_POLICY, "memdecay-paper")
 
 
 def words(message: dict[str, Any]) -> list[str]:
@@ -42,7 +42,7 @@ class FakeReport:
     evicted_pages: int = 0
     kv_bytes: int = 0
     peak_kv_bytes: int = 0
-    page_size: int = PAGE
+    page_size: int = 16
     clock: str = "steps"
     steps: int = 0
     observations: int = 0
@@ -90,6 +90,7 @@ class FakeSession:
     ) -> None:
         self.model, self.tokenizer, self.budget = model, tokenizer, budget
         self.policy = policy if isinstance(policy, str) else policy.name
+        self.page_size = 1 if self.policy == DEFAULT_POLICY else 16
         self.messages: list[dict[str, Any]] = []
         self.tokens: list[tuple[str, str]] = []
         self.life: dict[int, dict[str, Any]] = {}
@@ -141,12 +142,12 @@ class FakeSession:
         )
 
     def _keep(self, at: int, turn: int) -> None:
-        page = at // PAGE
+        page, size = at // self.page_size, self.page_size
         if self.budget is not None and len(self.kept) + 1 > self.budget:
-            pinned = {i // PAGE for i in self.kept if self.tokens[i][1] == "system"}
-            pinned = pinned if self.policy == DEFAULT_POLICY else set()
-            gone = min(i // PAGE for i in self.kept if i // PAGE not in pinned)
-            self.kept -= {i for i in self.kept if i // PAGE == gone}
+            pinned = {i // size for i in self.kept if self.tokens[i][1] == "system"}
+            pinned = pinned if self.policy in PINNING else set()
+            gone = min(i // size for i in self.kept if i // size not in pinned)
+            self.kept -= {i for i in self.kept if i // size == gone}
             self._event(turn, "evict")
             self.life[gone]["evicted"] = len(self.events) - 1
         self.kept.add(at)
@@ -160,12 +161,12 @@ class FakeSession:
                 "tokens": 0,
                 "born": len(self.events) - 1,
                 "evicted": None,
-                "pinned": self.policy == DEFAULT_POLICY and self.tokens[at][1] == "system",
+                "pinned": self.policy in PINNING and self.tokens[at][1] == "system",
             },
         )
         life["tokens"] += 1
         if at % 8 == 0:
-            here = sorted({i // PAGE for i in self.kept})
+            here = sorted({i // size for i in self.kept})
             self.samples.append(
                 {
                     "event": len(self.events) - 1,
@@ -192,7 +193,7 @@ class FakeSession:
 
     def timeline(self) -> dict[str, Any]:
         return {
-            "page_size": PAGE,
+            "page_size": self.page_size,
             "regions": ["system", "user", "scratchpad", "tool_out"],
             "pages": list(self.life.values()),
             "events": self.events,
@@ -215,4 +216,5 @@ class FakeSession:
             kept_by_region=kept,
             seen_by_region=seen,
             peak_kv_bytes=46_080 * self.peak,
+            page_size=self.page_size,
         )

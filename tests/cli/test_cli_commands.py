@@ -20,6 +20,7 @@ from memdecay.policy import DEFAULT_POLICY, available
 from memdecay.provenance import versions
 
 Command = Callable[..., tuple[int, str, str]]
+FOUR = ["full", DEFAULT_POLICY, "memdecay-paper", "streaming"]
 
 
 @pytest.mark.usefixtures("fake_engine")
@@ -30,8 +31,8 @@ class TestDemo:
         code, out, _ = command("demo", "--json")
         assert code == 0
         result = json.loads(out)
-        assert {a["policy"] for a in result["answers"]} == {"full", "streaming", DEFAULT_POLICY}
-        assert len(result["answers"]) == 15
+        assert list(dict.fromkeys(a["policy"] for a in result["answers"])) == FOUR
+        assert len(result["answers"]) == 20
         for answer in result["answers"]:
             assert {"policy", "region", "gold", "answer", "correct"} <= set(answer)
         assert result["budget_tokens"] == int(0.25 * result["seen_tokens"])
@@ -47,7 +48,7 @@ class TestDemo:
         _, out, _ = command("demo", "--json", "--html", "x.html")
         system = {a["policy"]: a["correct"] for a in json.loads(out)["answers"]
                   if a["where"] == "system text"}  # fmt: skip
-        assert system == {"full": True, "streaming": False, DEFAULT_POLICY: True}
+        assert system == {policy: policy != "streaming" for policy in FOUR}
         assert set(os.listdir(here)) == {"x.html", "trace.json"}
 
     def test_people_see_answers_bars_and_peaks(self, command: Command, here: Path) -> None:
@@ -57,10 +58,10 @@ class TestDemo:
             assert word in out
         assert "demo.html" in out and (here / "demo.html").is_file()
 
-    def test_the_page_has_all_three(self, command: Command, here: Path) -> None:
+    def test_the_page_has_all_four(self, command: Command, here: Path) -> None:
         command("demo")
         page = (here / "demo.html").read_text()
-        for policy in ("full", "streaming", DEFAULT_POLICY):
+        for policy in FOUR:
             assert f'"policy":"{policy}","summary"' in page
             # The page is about the default policy; the others stand beside it.
             view = page[page.index(f'"policy":"{policy}","summary"') :]
@@ -102,6 +103,21 @@ class TestRun:
         assert full["budget_tokens"] is None and full["delta_nll_per_token"] == 0
         assert full["top1_agreement"] == 1
         assert not list(here.glob("*.html"))
+
+    @pytest.mark.parametrize(
+        ("options", "names"),
+        [
+            ((), ["memdecay-paper", "streaming"]),
+            (("--policy", "streaming"), ["memdecay-paper"]),
+            (("--compare", "none"), []),
+            (("--compare", "h2o"), ["h2o"]),
+        ],
+    )
+    def test_what_it_compares(
+        self, options: tuple[str, ...], names: list[str], command: Command, here: Path
+    ) -> None:
+        code, out, _ = command("run", "trace.json", "--budget", "60", *options, "--json")
+        assert code == 0 and list(json.loads(out)["compare"]) == names
 
     def test_only_the_pinned_region_differs_from_streaming(
         self, command: Command, here: Path
@@ -209,11 +225,15 @@ class TestPoliciesAndDoctor:
     def test_every_policy_is_listed_with_its_parameters(self, command: Command) -> None:
         code, out, _ = command("policies", "--json")
         found = {p["name"]: p for p in json.loads(out)["policies"]}
-        assert code == 0 and list(found) == available()
+        others = [name for name in available() if name != DEFAULT_POLICY]
+        assert code == 0 and list(found) == [DEFAULT_POLICY, *others]
+        assert [name for name, policy in found.items() if policy["default"]] == [DEFAULT_POLICY]
+        assert found["memdecay-paper"]["page_size"] == 16
         assert found["memdecay-paper"]["needs"] == ["attention", "labels"]
         assert found["memdecay-paper"]["parameters"]["smoothing"] == 0.9
         assert found["full"]["bounded"] is False
         _, out, _ = command("policies")
+        assert out.split()[0] == DEFAULT_POLICY and out.count("\ndefault ") == 1
         for name, policy in found.items():
             assert name in out and policy["summary"].split()[0] in out
 
@@ -357,7 +377,7 @@ def cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_console_script_keeps_stdout_pure(tmp_path: Path) -> None:
     done = cli("policies", "--json", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    assert [p["name"] for p in json.loads(done.stdout)["policies"]] == available()
+    assert sorted(p["name"] for p in json.loads(done.stdout)["policies"]) == available()
 
 
 def test_the_console_script_fails_in_one_sentence(tmp_path: Path) -> None:

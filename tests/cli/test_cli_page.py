@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -12,7 +13,15 @@ import pytest
 from cli_fakes import FakeModel, FakeSession, FakeTokenizer
 
 from memdecay.cli._episode import Answer, Probe
-from memdecay.cli._page import Page, PolicyView, TurnMark, build_page, script_json
+from memdecay.cli._page import (
+    Page,
+    PolicyView,
+    TurnMark,
+    build_page,
+    page_sizes,
+    script_json,
+    token_texts,
+)
 from memdecay.cli._timeline import Timeline
 from memdecay.policy import DEFAULT_POLICY
 
@@ -45,7 +54,7 @@ class Reader(html.parser.HTMLParser):
             self.text.setdefault(self.inside[0], []).append(data)
 
 
-def view(policy: str = DEFAULT_POLICY, budget: int | None = 64, words: int = 300) -> PolicyView:
+def view(policy: str = "memdecay-paper", budget: int | None = 64, words: int = 300) -> PolicyView:
     session = FakeSession(FakeModel(), FakeTokenizer(), budget=budget, policy=policy)
     session.append([{"role": "system", "content": "stay " * 20}])
     session.append([{"role": "tool", "content": "word " * words}])
@@ -107,7 +116,7 @@ def test_the_page_loads_nothing() -> None:
     assert "innerHTML" not in code and "document.write" not in code and "eval(" not in code
     policy = next(a for t, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert (policy["content"] or "").startswith("default-src 'none'")
-    assert {run["policy"] for run in data["runs"]} == {"full", DEFAULT_POLICY}
+    assert {run["policy"] for run in data["runs"]} == {"full", "memdecay-paper"}
 
 
 def test_a_calm_page_names_no_address_at_all() -> None:
@@ -144,21 +153,110 @@ def test_a_policy_that_never_evicts_does_not_fade() -> None:
     _, data = read(page(view("full", None)))
     run = data["runs"][0]
     assert run["timeline"]["levels"] == {} and run["budget_tokens"] is None
-    assert all(evicted == -1 for *_, evicted, _ in run["timeline"]["pages"])
+    assert all(evicted == -1 for *_, evicted in run["timeline"]["strips"])
 
 
 def test_pages_keep_their_life_and_their_pin() -> None:
     shown = view()
     _, data = read(page(shown))
-    pages = {p[0]: p for p in data["runs"][0]["timeline"]["pages"]}
+    pages = {p[0]: p for p in data["runs"][0]["timeline"]["strips"]}
     assert len(pages) == len(shown.timeline.pages) == 21
     for life in shown.timeline.pages:
-        number, region, tokens, born, evicted, pinned = pages[life.page]
-        assert (number, data["regions"][region], tokens, born) == (
-            life.page, life.region, life.tokens, life.born)  # fmt: skip
+        number, count, region, tokens, pinned, born, evicted = pages[life.page]
+        assert (number, count, data["regions"][region], tokens, born) == (
+            life.page, 1, life.region, life.tokens, life.born)  # fmt: skip
         assert evicted == (-1 if life.evicted is None else life.evicted)
         assert bool(pinned) == life.pinned
-    assert any(p[5] for p in pages.values()) and any(p[4] >= 0 for p in pages.values())
+    assert any(p[4] for p in pages.values()) and any(p[6] >= 0 for p in pages.values())
+
+
+def test_single_tokens_are_strips_that_lose_nothing() -> None:
+    shown = view(DEFAULT_POLICY)
+    _, data = read(page(shown))
+    run = data["runs"][0]["timeline"]
+    assert run["page_size"] == 1 and len(shown.timeline.pages) == 322
+    lives = {}
+    for first, count, region, tokens, pinned, born, evicted in run["strips"]:
+        assert 1 <= count <= 16 and tokens == count
+        assert first // 16 == (first + count - 1) // 16, "a strip crosses a line of 16"
+        for at in range(count):
+            lives[first + at] = (
+                data["regions"][region],
+                bool(pinned),
+                born[at] if isinstance(born, list) else born,
+                evicted[at] if isinstance(evicted, list) else evicted,
+            )
+    assert lives == {
+        life.page: (
+            life.region,
+            life.pinned,
+            life.born,
+            -1 if life.evicted is None else life.evicted,
+        )
+        for life in shown.timeline.pages
+    }
+    # The score of a strip is the mean over those of its tokens that were there.
+    last = shown.timeline.scores[-1]
+    for first, count, *_ in run["strips"]:
+        scores = [last.page_scores[p] for p in range(first, first + count) if p in last.page_scores]
+        if scores:
+            assert abs(run["levels"][str(first)][-1] - 100 * sum(scores) / len(scores)) <= 2
+
+
+def test_the_size_of_a_page_is_said_by_policy_where_it_differs() -> None:
+    assert (
+        page_sizes([view("full", None)]) == page_sizes([view("full", None), view()]) == "16 tokens"
+    )
+    assert page_sizes([view(DEFAULT_POLICY)]) == "1 token"
+    said = page_sizes([view("full", None), view(DEFAULT_POLICY), view(), view("streaming")])
+    assert said == "1 token (memdecay), 16 tokens (memdecay-paper, streaming)"
+
+
+class Bytes:
+    """A tokenizer of bytes that drops a space at the start, as some do."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", ["one two", "é – 漢字 🙂!", " b", ""])
+def test_the_texts_of_tokens_are_the_text(text: str) -> None:
+    ids = [*text.encode()]
+    texts = token_texts(Bytes(), ids)
+    assert len(texts) == len(ids) and "".join(texts) == text.removeprefix(" ")
+    assert [len(one) for one in texts if one] == [1] * len(text.removeprefix(" "))
+
+
+def test_bytes_that_are_no_text_have_a_text_too() -> None:
+    assert len(token_texts(Bytes(), [255] * 20)) == 20
+
+
+def test_a_long_run_of_single_tokens_stays_a_small_file() -> None:
+    dice = random.Random(0)
+    count, budget = 2600, 650
+    pages, kept, scores = [], list(range(budget)), []
+    gone: dict[int, int] = {}
+    for event in range(budget, count):
+        gone[kept.pop(dice.randrange(len(kept)))] = event
+        kept.append(event)
+        if event % 10 == 0:
+            shares = {p: dice.random() for p in kept}
+            scores.append({"event": event, "page_scores": shares, "refreshed": []})
+    pages = [
+        {"page": p, "region": "user", "tokens": 1, "born": p, "evicted": gone.get(p),
+         "pinned": False}
+        for p in range(count)
+    ]  # fmt: skip
+    events = [
+        {"index": i, "step": i, "seen": i + 1, "kept": min(i + 1, budget), "turn": 0,
+         "kind": "decode"}
+        for i in range(count)
+    ]  # fmt: skip
+    timeline = Timeline.parse(
+        {"page_size": 1, "regions": ["user"], "pages": pages, "events": events, "scores": scores}
+    )
+    document = page(PolicyView(DEFAULT_POLICY, "", True, True, view().report, timeline))
+    assert len(document) < 400_000
 
 
 def test_two_thousand_pages_stay_a_small_file() -> None:
@@ -189,7 +287,9 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to draw the page")
 def test_a_browser_draws_the_page_and_runs_nothing_of_a_stranger(tmp_path: Path) -> None:
     place = tmp_path / "page.html"
-    place.write_text(page(view("full", None), view("streaming"), view()), encoding="utf-8")
+    place.write_text(
+        page(view("full", None), view("streaming"), view(DEFAULT_POLICY)), encoding="utf-8"
+    )
     done = subprocess.run(
         [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
          f"--user-data-dir={tmp_path / 'profile'}", place.as_uri()],

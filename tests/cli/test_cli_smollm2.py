@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def test_run_holds_the_budget_and_measures_the_cost(command: Command, episode: P
     assert full["delta_nll_per_token"] == 0 and full["top1_agreement"] == 1
     assert full["kept_by_region"] == full["seen_by_region"]
     page = (episode.parent / "run.html").read_text()
-    assert "Norland Blue" in page and '"policy":"full"' in page
+    assert '"policy":"full"' in page
+    texts = re.search(r'"texts":(\[.*?\]),"runs"', page)
+    assert texts and "Norland Blue" in "".join(json.loads(texts[1]))
 
 
 def test_doctor_describes_the_model(command: Command) -> None:

@@ -151,7 +151,10 @@ def test_a_policy_without_need_of_attention_is_not_charged_for_it() -> None:
 def test_the_two_clocks() -> None:
     model = make("llama")
     ids = tokens(40)
-    caches = {c: MemDecayCache(model, budget=None, clock=c) for c in ("steps", "tokens")}
+    caches = {
+        clock: MemDecayCache(model, budget=None, policy="memdecay-paper", clock=clock)
+        for clock in ("steps", "tokens")
+    }
     for cache in caches.values():
         for start, end in chunks(40, [10, 1, 1, 1, 20, 1]):
             model(input_ids=ids[:, start:end], cache=cache)

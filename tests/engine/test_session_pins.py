@@ -80,7 +80,7 @@ def test_the_budget_that_the_error_names_really_works(seed):
         "page_size": rng.choice([1, 4, 8, 16]),
         "align": rng.choice([None, "region"]),
         "prefill_chunk": rng.choice([3, 256]),
-        "policy": rng.choice(["memdecay-paper", "streaming", "random", "h2o"]),
+        "policy": rng.choice(["memdecay", "memdecay-paper", "streaming", "random", "h2o"]),
     }
     pinned = [system(rng.randint(1, 30)), user(rng.randint(1, 40), seed)]
     first = [user(rng.randint(1, 60), seed + 1)]
@@ -114,7 +114,7 @@ def test_the_budget_that_the_error_names_really_works(seed):
 
 
 def test_pins_that_do_not_fit_are_refused_and_nothing_changes():
-    made = session(budget=48)
+    made = session(budget=48, policy="memdecay-paper")
     made.append([user(60, 3)])
     before = snapshot(made.cache)
     with pytest.raises(BudgetError, match=r"budget is 48 tokens, but \d+ tokens are pinned"):

@@ -68,6 +68,26 @@ def test_a_pool_grows_moves_and_copies() -> None:
     assert pool.nbytes == 2 * copied.nbytes == 2 * 2 * 8 * 3 * 4
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("spread", [1, 3])
+def test_many_single_holes_are_closed_in_the_right_row_only(rows: int, spread: int) -> None:
+    """Holes side by side go by slices, scattered ones by index; what comes out is the same."""
+    table, pool = SlotTable(rows, 64, None, CPU), KVPool(rows, 2, 64, 3, torch.float32, CPU)
+    keys = torch.randn(rows, 2, 60, 3)
+    pool.write(table.append(0, 60, None), keys, keys + 1)
+    before = pool.copy()
+    gone = torch.zeros(60, dtype=torch.bool)
+    gone[torch.arange(15) * spread] = True
+    move = table.drop(rows - 1, gone)
+    assert move is not None and (len(move.runs) > 8) == (spread == 3)
+    pool.move(move)
+    kept = table.index[rows - 1, :45]
+    assert sorted(kept.tolist()) == (~gone).nonzero().flatten().tolist()
+    for now, then in ((pool.keys(60), before.keys(60)), (pool.values(60), before.values(60))):
+        assert torch.equal(now[rows - 1, :, :45], then[rows - 1][:, kept])
+        assert torch.equal(now[: rows - 1], then[: rows - 1])
+
+
 def new_ledger(align: str | None = None) -> Ledger:
     return Ledger(
         get_policy("memdecay-paper"),

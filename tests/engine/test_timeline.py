@@ -51,6 +51,8 @@ def run(**options):
 
 VARIANTS = {
     "default": {},
+    "single tokens": {"page_size": 1},
+    "paper": {"policy": "memdecay-paper"},
     "aligned": {"align": "region", "clock": "tokens", "page_size": 8},
     "sparse": {"observe_every": 4},
     "never": {"observe_every": 0},
@@ -161,7 +163,7 @@ def test_a_failure_leaves_the_timeline_as_it_was():
 
 
 def test_refreshes_of_a_failed_answer_are_not_told():
-    made = session(budget=64, record_timeline=True)
+    made = session(budget=64, policy="memdecay-paper", record_timeline=True)
     made.append([user(20)])
     made.generate(max_new_tokens=500, eos_token_id=NEVER)
     for at in range(9, 13):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
 from memdecay.policy import Policy, Tokens
-from memdecay.policy.pages import page_scores, plan_eviction, select
+from memdecay.policy.pages import page_scores, pages_of, plan_eviction, select
 from memdecay.regions import Profile
 
 
@@ -187,3 +187,16 @@ def test_pages_of_very_different_sizes_are_still_taken_in_order() -> None:
     sizes = torch.tensor([16, 1, 1, 1, 16])
     gone = select(score, sizes, torch.zeros(5).bool(), 4)
     assert gone.tolist() == [False, True, True, True, True]
+
+
+def test_single_tokens_in_any_order_of_slots_are_as_pages_that_count() -> None:
+    size = 40
+    slots = torch.randperm(size, generator=torch.Generator().manual_seed(3))
+    score = torch.randn(size, generator=torch.Generator().manual_seed(4))
+    chosen = score > 0.3
+    assert page_scores(score, slots, size).tolist() == [
+        float(score[slots == page]) for page in range(size)
+    ]
+    assert pages_of(chosen, slots, size).tolist() == [
+        bool(chosen[slots == page]) for page in range(size)
+    ]

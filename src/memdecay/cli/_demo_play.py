@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 from memdecay.cli import _terminal
 from memdecay.cli._budget import Budget
 from memdecay.cli._episode import Answer, Episode, load_episode
-from memdecay.cli._page import Page, PolicyView, TurnMark, build_page, footer
+from memdecay.cli._page import (
+    Page,
+    PolicyView,
+    TurnMark,
+    build_page,
+    footer,
+    page_sizes,
+    token_texts,
+)
 from memdecay.cli._replay import count_tokens, split_turns
 from memdecay.cli._timeline import Timeline
 from memdecay.policy import DEFAULT_POLICY
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
     from memdecay.engine import Session
     from memdecay.policy.base import Policy
 
-POLICIES = ("full", "streaming", DEFAULT_POLICY)
+POLICIES = ("full", DEFAULT_POLICY, "memdecay-paper", "streaming")
 """What the demo compares."""
 
 _ANSWER_TOKENS = 24
@@ -147,16 +155,15 @@ def _page(
 ) -> str:
     seen, budget = result["seen_tokens"], result["budget_tokens"]
     share = f"{100 * budget / seen:.0f}%"
-    size = views[0].timeline.page_size
     return build_page(
         Page(
             title="memdecay demo",
             headline=f"One agent episode, {share} of the cache",
             standfirst=_standfirst(result),
-            facts=_facts(result, size),
+            facts=_facts(result, views),
             turns=marks,
             views=views,
-            texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
+            texts=token_texts(tokenizer, ids),
             clock=result["clock"],
             footer=footer(result, "memdecay demo --budget " + result["budget"]),
         )
@@ -171,26 +178,33 @@ def _standfirst(result: dict[str, Any]) -> str:
     }
     system = {a["policy"]: a["correct"] for a in result["answers"] if a["region"] == "system"}
     count = len(result["answers"]) // len(POLICIES)
-    knows = " and ".join(policy for policy in POLICIES if system[policy]) or "No policy"
-    forgot = " and ".join(policy for policy in POLICIES if not system[policy])
+    knowing = [policy for policy in POLICIES if system[policy]]
+    knows = _listed(knowing) or "No policy"
+    forgot = _listed([policy for policy in POLICIES if not system[policy]])
     return (
-        f"{result['model']} reads the same conversation three times: with its full KV cache, and "
-        f"twice with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} tokens. "
-        f"streaming keeps the latest tokens; {DEFAULT_POLICY} pins the instructions and forgets "
-        f"the rest region by region. Asked afterwards about {count} facts, the full cache answers "
-        f"{right['full']}, streaming {right['streaming']} and {DEFAULT_POLICY} "
-        f"{right[DEFAULT_POLICY]}. "
-        f"{knows} still {'know' if ' and ' in knows else 'knows'} the fact in the system text"
+        f"{result['model']} reads the same conversation four times: with its full KV cache, and "
+        f"three times with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} "
+        f"tokens. {DEFAULT_POLICY} pins the instructions and keeps the tokens that attention "
+        f"singled out; memdecay-paper pins them too and forgets the rest region by region; "
+        f"streaming keeps the latest. Asked afterwards about {count} facts, the full cache "
+        f"answers {right['full']}, {DEFAULT_POLICY} {right[DEFAULT_POLICY]}, memdecay-paper "
+        f"{right['memdecay-paper']} and streaming {right['streaming']}. "
+        f"{knows} still {'know' if len(knowing) > 1 else 'knows'} the fact in the system text"
         + (f"; {forgot} forgot it." if forgot else ".")
     )
 
 
-def _facts(result: dict[str, Any], page_size: int) -> list[tuple[str, str]]:
+def _listed(names: list[str]) -> str:
+    """Return `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _facts(result: dict[str, Any], views: list[PolicyView]) -> list[tuple[str, str]]:
     return [
         ("model", result["model"]),
         ("episode", result["episode"]),
         ("budget", f"{result['budget_tokens']:,} of {result['seen_tokens']:,} tokens"),
-        ("page", f"{page_size} tokens"),
+        ("page", page_sizes(views)),
         ("clock", result["clock"]),
         ("run time", f"{result['seconds']['total']:.0f} s"),
     ]

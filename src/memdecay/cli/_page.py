@@ -11,10 +11,14 @@ from importlib import resources
 from typing import Any
 
 from memdecay.cli._episode import Answer
-from memdecay.cli._timeline import KINDS, ScoreSample, Timeline
+from memdecay.cli._timeline import KINDS, PageLife, ScoreSample, Timeline
 
 _FINEST = 2
 """Score changes below this many hundredths are not worth their bytes on the page."""
+_STRIP = 16
+"""Tokens that are drawn as one strip where pages are smaller: a token alone would be a hair."""
+_LONGEST = 6
+"""Tokens that one character may be made of."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,10 @@ class PolicyView:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything on the page; all of it may contain text of strangers."""
+    """Everything on the page; all of it may contain text of strangers.
+
+    `texts` has one for each token, in order of position.
+    """
 
     title: str
     headline: str
@@ -91,6 +98,37 @@ def footer(result: dict[str, Any], command: str) -> str:
     return f"{command} · " + " · ".join(made)
 
 
+def page_sizes(views: Sequence[PolicyView]) -> str:
+    """Return the size of a page, and by policy where the policies differ."""
+    sizes: dict[int, list[str]] = {}
+    for view in views:
+        if view.bounded or len(views) == 1:
+            sizes.setdefault(view.timeline.page_size, []).append(view.policy)
+    said = {size: f"{size} token{'s' if size > 1 else ''}" for size in sizes}
+    if len(sizes) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{said[size]} ({', '.join(names)})" for size, names in sizes.items())
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text.
+
+    Where several tokens make one character, the first of them gets it and the others nothing.
+    """
+    texts: list[str] = []
+    while len(texts) < len(ids):
+        at = len(texts)
+        # Some tokenizers drop the space before the first token they are given.
+        before = list(ids[max(0, at - 1) : at])
+        known = len(tokenizer.decode(before)) if before else 0
+        for count in range(1, min(_LONGEST, len(ids) - at) + 1):
+            text = tokenizer.decode([*before, *ids[at : at + count]])[known:]
+            if not text.endswith("\ufffd"):
+                break
+        texts += [text, *[""] * (count - 1)]
+    return texts
+
+
 def script_json(value: object) -> str:
     """Return JSON that is safe inside a script element, whatever strings it contains."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -113,7 +151,6 @@ def _data(page: Page) -> dict[str, Any]:
         "footer": page.footer,
         "regions": regions,
         "clock": page.clock,
-        "page_size": page.views[0].timeline.page_size if page.views else 1,
         "seen_tokens": max((view.report["seen_tokens"] for view in page.views), default=0),
         "turns": [vars(turn) for turn in page.turns],
         "texts": list(page.texts),
@@ -144,25 +181,34 @@ def _run(view: PolicyView, regions: Sequence[str]) -> dict[str, Any]:
 
 
 def _pack(timeline: Timeline, regions: Sequence[str], *, scored: bool) -> dict[str, Any]:
-    """Return the timeline as short arrays: a long run has a hundred thousand page scores."""
+    """Return the timeline as short arrays: a long run has a hundred thousand page scores.
+
+    Small pages are put together in strips, each under the number of its first page: `strips` has
+    [first page, pages, region, tokens, pinned, born, evicted], the last two a number, or a list by
+    page where they differ.
+    """
+    strips = _strips(timeline)
+    first = {life.page: strip[0].page for strip in strips for life in strip}
     levels: dict[int, list[int]] = {}
     refreshed: dict[int, list[int]] = {}
     # A policy that never evicts has scores that mean nothing, so its pages do not fade.
     for sample in timeline.scores if scored else ():
-        _add_levels(levels, sample)
-        for page in sample.refreshed:
+        _add_levels(levels, sample, first)
+        for page in dict.fromkeys(first.get(page, page) for page in sample.refreshed):
             refreshed.setdefault(page, []).append(sample.event)
     return {
-        "pages": [
+        "page_size": timeline.page_size,
+        "strips": [
             [
-                life.page,
-                regions.index(life.region),
-                life.tokens,
-                life.born,
-                -1 if life.evicted is None else life.evicted,
-                int(life.pinned),
+                strip[0].page,
+                len(strip),
+                regions.index(strip[0].region),
+                sum(life.tokens for life in strip),
+                int(strip[0].pinned),
+                _same([life.born for life in strip]),
+                _same([-1 if life.evicted is None else life.evicted for life in strip]),
             ]
-            for life in timeline.pages
+            for strip in strips
         ],
         "events": [
             [event.seen, event.kept, event.turn, KINDS.index(event.kind), round(event.step, 3)]
@@ -173,9 +219,37 @@ def _pack(timeline: Timeline, regions: Sequence[str], *, scored: bool) -> dict[s
     }
 
 
-def _add_levels(levels: dict[int, list[int]], sample: ScoreSample) -> None:
+def _strips(timeline: Timeline) -> list[list[PageLife]]:
+    """Return the pages, neighbours of one part and one fate together while they are few tokens."""
+    together = max(1, _STRIP // timeline.page_size)
+    strips: list[list[PageLife]] = []
+    for life in sorted(timeline.pages, key=lambda one: one.page):
+        last = strips[-1][-1] if strips else None
+        if (
+            last is not None
+            and life.page == last.page + 1
+            and life.page % together
+            and (life.region, life.pinned) == (last.region, last.pinned)
+        ):
+            strips[-1].append(life)
+        else:
+            strips.append([life])
+    return strips
+
+
+def _same(values: list[int]) -> int | list[int]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _add_levels(
+    levels: dict[int, list[int]], sample: ScoreSample, first: Mapping[int, int]
+) -> None:
+    """Add what changed; the score of a strip is the mean of its pages that are still there."""
+    scores: dict[int, list[float]] = {}
     for page, score in sample.page_scores.items():
-        level = round(100 * score)
+        scores.setdefault(first.get(page, page), []).append(score)
+    for page, known_scores in scores.items():
+        level = round(100 * sum(known_scores) / len(known_scores))
         known = levels.setdefault(page, [])
         if not known or abs(level - known[-1]) >= _FINEST:
             known += [sample.event, level]

@@ -11,7 +11,15 @@ from rich.progress import Progress
 
 from memdecay.cli import _options, _terminal
 from memdecay.cli._budget import Budget
-from memdecay.cli._page import Page, PolicyView, TurnMark, build_page, footer
+from memdecay.cli._page import (
+    Page,
+    PolicyView,
+    TurnMark,
+    build_page,
+    footer,
+    page_sizes,
+    token_texts,
+)
 from memdecay.cli._replay import Play, Turn, compare, count_tokens, play, split_turns
 from memdecay.cli._timeline import Timeline
 from memdecay.errors import MemDecayError
@@ -255,7 +263,6 @@ def _page(
 ) -> str:
     first = result["policy"]
     budget = result["budget_tokens"]
-    size = done[first].timeline.page_size
     share = f"{100 * min(1, budget / len(ids)):.0f}% of the cache" if budget else "the full cache"
     views = [
         PolicyView(
@@ -270,8 +277,7 @@ def _page(
         for name, policy in request.policies.items()
     ]
     options = f"--model {request.model} --budget {result['budget']} --policy {first}"
-    if result["compare"]:
-        options += f" --compare {','.join(result['compare'])}"
+    options += f" --compare {','.join(result['compare']) or 'none'}"
     return build_page(
         Page(
             title=f"memdecay run: {request.trace.id}",
@@ -285,7 +291,7 @@ def _page(
             facts=[
                 ("model", request.model),
                 ("budget", f"{budget:,} of {len(ids):,} tokens" if budget else "none"),
-                ("page", f"{size} tokens"),
+                ("page", page_sizes(views)),
                 ("clock", request.clock),
                 ("scored", f"{result['scored_tokens']:,} tokens"),
             ],
@@ -295,7 +301,7 @@ def _page(
             ],
             views=views,
             notes=result["notes"],
-            texts=[tokenizer.decode(ids[i : i + size]) for i in range(0, len(ids), size)],
+            texts=token_texts(tokenizer, ids),
             clock=request.clock,
             footer=footer(dict(result), f"memdecay run {request.trace.id} {options}"),
         )

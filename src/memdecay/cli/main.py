@@ -27,7 +27,7 @@ from memdecay.provenance import versions
 
 app = typer.Typer(
     name="memdecay",
-    help="Run an LLM agent in a fixed KV cache: pin its instructions, forget the rest by region.",
+    help="Run an LLM agent in a fixed KV cache: pin its instructions, forget what is least needed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

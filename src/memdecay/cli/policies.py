@@ -18,7 +18,10 @@ EXAMPLE = "memdecay policies --json"
 def policies(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the installed eviction policies with what they need and their parameters."""
+    """List the installed eviction policies with what they need and their parameters.
+
+    The default comes first.
+    """
     with _terminal.results(as_json):
         found = _found()
     if as_json:
@@ -31,24 +34,33 @@ def policies(
         lines = Text(policy["summary"])
         if policy["needs"]:
             lines.append(f"\nneeds {' and '.join(policy['needs'])}", style="dim")
+        if policy["bounded"]:
+            tokens = "single tokens" if policy["page_size"] == 1 else "tokens"
+            size = "" if policy["page_size"] == 1 else f"pages of {policy['page_size']} "
+            lines.append(f"\nevicts {size}{tokens}", style="dim")
         for name, value in policy["parameters"].items():
             lines.append(f"\n{name} = {json.dumps(value)}", style="dim")
-        table.add_row(policy["name"], lines.append("\n"))
+        name = Text(policy["name"])
+        if policy["default"]:
+            name.append("\ndefault", style="not bold dim")
+        table.add_row(name, lines.append("\n"))
     _terminal.out().print(table)
 
 
 def _found() -> list[dict[str, Any]]:
-    from memdecay.policy.registry import available, policy_class
+    from memdecay.policy.registry import DEFAULT_POLICY, available, policy_class
 
     found = []
-    for name in available():
+    for name in sorted(available(), key=lambda name: (name != DEFAULT_POLICY, name)):
         cls = policy_class(name)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         found.append(
             {
                 "name": name,
+                "default": name == DEFAULT_POLICY,
                 "needs": sorted(cls.needs),
                 "bounded": cls.bounded,
+                "page_size": cls.page_size,
                 "summary": cls.summary,
                 "parameters": {field.name: _default(field) for field in fields if field.init},
             }

@@ -17,7 +17,7 @@ from memdecay.cli._run_trace import Request, run_trace
 from memdecay.errors import MemDecayError
 from memdecay.policy import DEFAULT_POLICY
 
-EXAMPLE = "memdecay run trace.json --model smollm2 --budget 25% --compare streaming"
+EXAMPLE = "memdecay run trace.json --model smollm2 --budget 25% --html run.html"
 
 
 def run(
@@ -26,8 +26,8 @@ def run(
     budget: _options.BudgetText = "25%",
     policy: Annotated[str, typer.Option("--policy", "-p", help="What decides.")] = DEFAULT_POLICY,
     compare_with: Annotated[
-        str | None, typer.Option("--compare", help="More policies, such as streaming,h2o.")
-    ] = None,
+        str, typer.Option("--compare", help="Policies beside it, with commas between; or none.")
+    ] = "memdecay-paper,streaming",
     html: Annotated[Path | None, typer.Option("--html", help="Write the page here too.")] = None,
     retriever: _options.Retrievers = None,
     profile: _options.ProfilePath = None,
@@ -55,7 +55,8 @@ def run(
     if clock not in ("steps", "tokens"):
         raise MemDecayError(f"--clock is {clock!r}, but must be steps or tokens.")
     _terminal.check_output(html, "--html")
-    policies = _options.policies([policy, *_options.names(compare_with)])
+    others = [] if compare_with == "none" else _options.names(compare_with)
+    policies = _options.policies([policy, *others])
     request = Request(
         trace=load_trace(trace),
         model=model,

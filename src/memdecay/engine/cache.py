@@ -906,8 +906,10 @@ class MemDecayCache(AttachedCache):
     def _drop(self, row: int, gone: Tensor) -> None:
         """Evict tokens of a row from every table, pool and ledger."""
         ledger = self.ledgers[row]
-        evicted = Evicted(row, *(ledger[name][gone] for name in ("position", "page", "region")))
-        indices = self.main.index[row, : self.main.lengths[row]][gone]
+        slots = gone.nonzero().flatten()
+        names = ("position", "page", "region")
+        evicted = Evicted(row, *(ledger[name].index_select(0, slots) for name in names))
+        indices = self.main.index[row].index_select(0, slots)
         pages = ledger.num_pages
         for number, table in enumerate(self.tables):
             if number == 0:

@@ -314,8 +314,8 @@ class Ledger:
         for column in (*self.columns.values(), self.queries):
             if move.order is not None:
                 column[: move.length] = column[move.order]
-            elif move.holes is not None:
-                column[move.holes] = column[move.movers]
+            elif move.holes is not None and move.movers is not None:
+                column.index_copy_(0, move.holes, column.index_select(0, move.movers))
         self.length = move.length
         index = self["page_index"]
         kept = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
@@ -484,6 +484,8 @@ class Ledger:
         preferred = self.policy.protected(self.tokens(now), self.profile)
         if preferred is not None:
             stays = stays | preferred
+        if self.page_size == 1:  # none is being filled
+            return self.length - int(stays.sum())
         pages = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
         pages[self["page_index"][stays]] = True
         if self.open_page is not None:
@@ -495,6 +497,8 @@ class Ledger:
         held = self["pinned"]
         if "labels" in self.policy.needs:
             held = held | self.profile.tensors(self.device)[2].index_select(0, self["region"])
+        if self.page_size == 1:
+            return held
         pages = torch.zeros(self.num_pages, dtype=torch.bool, device=self.device)
         pages[self["page_index"][held]] = True
         return pages[self["page_index"]]

@@ -254,7 +254,10 @@ class KVPool:
             for hole, mover, count in move.runs:
                 row[:, :, hole : hole + count] = row[:, :, mover : mover + count]
         elif move.holes is not None and move.movers is not None:
-            row.index_copy_(2, move.holes, row.index_select(2, move.movers))
+            if self.kv.shape[1] == 1:  # indexing takes longer the more dimensions there are
+                row = self.kv.view(-1, *self.kv.shape[3:])
+            slots = row.ndim - 2
+            row.index_copy_(slots, move.holes, row.index_select(slots, move.movers))
 
     def grow(self, capacity: int, used: int) -> None:
         """Reallocate with room for `capacity` slots a row, keeping the first `used`."""

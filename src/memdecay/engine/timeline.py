@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 from memdecay.engine.cache import Evicted, MemDecayCache
 
 _MOST_SNAPSHOTS = 200
+_MOST_SCORES = 500_000
+"""Page scores in all snapshots together; single tokens as pages make large ones."""
 
 
 class TimelineRecorder:
@@ -26,6 +27,8 @@ class TimelineRecorder:
         self._events: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
         self._stride = 1
+        self._looked = 0  # the newest page that was looked at: earlier ones do not grow
+        self._held = torch.empty(0, dtype=torch.int64)
         self._refreshed: set[int] = set()
         self._steps = cache.steps
         self.turn = 0
@@ -64,12 +67,12 @@ class TimelineRecorder:
             self._event("evict")
             for life in gone:
                 life["evicted"] = count
-        self._look()
+        self._look(everywhere=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as plain JSON values."""
         names = self._cache.profile.names
-        self._look()
+        self._look(everywhere=True)
         pages = []
         for page, life in sorted(self._pages.items()):
             counts: dict[int, int] = life["counts"]
@@ -81,7 +84,7 @@ class TimelineRecorder:
             "regions": list(names),
             "pages": pages,
             "events": [dict(event) for event in self._events],
-            "scores": copy.deepcopy(self._snapshots),
+            "scores": [_told(shot) for shot in self._snapshots],
         }
 
     def _event(self, kind: str) -> None:
@@ -100,19 +103,26 @@ class TimelineRecorder:
         if (len(self._events) - 1) % self._stride == 0:
             self._snapshot()
 
-    def _look(self) -> None:
-        """Note the pages that are new, and what the kept ones hold."""
+    def _look(self, *, everywhere: bool = False) -> None:
+        """Note the pages that are new or still growing, or all, and which of the kept are held."""
         ledger = self._cache.ledgers[0] if self._cache.ledgers else None
         if ledger is None or not ledger.length:
             return
         page, region = ledger["page"], ledger["region"]
-        held = set(page[ledger.held()].unique().tolist())
-        for number, kinds in _counted(torch.stack([page, region])).items():
+        both = torch.stack([page, region])
+        if not everywhere:
+            both = both[:, page >= min(self._looked, ledger.latest_page)]
+        for number, kinds in _counted(both).items():
             born = max(len(self._events) - 1, 0)
-            life = self._pages.setdefault(number, {"born": born, "evicted": None})
-            life.update(
-                counts=kinds, tokens=sum(kinds.values()), pinned=number in held, evicted=None
-            )
+            life = self._pages.setdefault(number, {"born": born, "pinned": False})
+            life.update(counts=kinds, tokens=sum(kinds.values()), evicted=None)
+        self._looked = ledger.latest_page
+        held = page[ledger.held()].unique()
+        if everywhere or not torch.equal(held, self._held):
+            self._held, pages = held, set(held.tolist())
+            for number in page.unique().tolist():
+                if number in self._pages:
+                    self._pages[number]["pinned"] = number in pages
 
     def _snapshot(self) -> None:
         ledger = self._cache.ledgers[0]
@@ -120,29 +130,31 @@ class TimelineRecorder:
             return
         score = ledger.page_score(self._cache.now).float()
         lowest = min(0.0, float(score.min()))
-        highest = max(float(score.max()), lowest + 1e-12)
-        share = ((score - lowest) / (highest - lowest)).tolist()
+        above = float(score.max()) - lowest
+        share = (score - lowest) / above if above > 0 else torch.ones_like(score)
         first = torch.zeros(ledger.num_pages, dtype=torch.int64, device=ledger.device)
         first[ledger["page_index"]] = ledger["page"]
         self._snapshots.append(
             {
                 "event": len(self._events) - 1,
-                "page_scores": {
-                    str(page): round(value, 4)
-                    for page, value in zip(first.tolist(), share, strict=True)
-                },
-                "refreshed": sorted(self._refreshed & set(first.tolist())),
+                "pages": first,
+                "scores": share,
+                "refreshed": sorted(self._refreshed & set(first.tolist()))
+                if self._refreshed
+                else [],
             }
         )
         self._refreshed.clear()
-        if len(self._snapshots) > _MOST_SNAPSHOTS:
+        scores = sum(len(shot["pages"]) for shot in self._snapshots)
+        many = len(self._snapshots) > _MOST_SNAPSHOTS or scores > _MOST_SCORES
+        if many and len(self._snapshots) > 1:
             # A refresh belongs to the next snapshot that stays.
             kept: list[dict[str, Any]] = []
             carried: set[int] = set()
             for number, snapshot in enumerate(self._snapshots):
                 carried |= set(snapshot["refreshed"])
                 if number % 2 == 0:
-                    there = {int(page) for page in snapshot["page_scores"]}
+                    there = set(snapshot["pages"].tolist()) if carried else set()
                     kept.append({**snapshot, "refreshed": sorted(carried & there)})
                     carried = set()
             self._refreshed |= carried
@@ -165,6 +177,16 @@ class TimelineRecorder:
                 continue
             life = self._pages.setdefault(page, {"born": event, "pinned": False})
             life.update(counts=kinds, tokens=sum(kinds.values()), evicted=event)
+
+
+def _told(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Return a snapshot as plain JSON values."""
+    pairs = zip(snapshot["pages"].tolist(), snapshot["scores"].tolist(), strict=True)
+    return {
+        "event": snapshot["event"],
+        "page_scores": {str(page): round(score, 4) for page, score in pairs},
+        "refreshed": [*snapshot["refreshed"]],
+    }
 
 
 def _counted(pairs: Tensor) -> dict[int, dict[int, int]]:

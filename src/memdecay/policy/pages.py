@@ -29,6 +29,8 @@ def page_scores(score: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
         order of the slots, so a permuted cache evicts the same tokens.
     """
     sums = torch.zeros(num_pages, dtype=torch.float64, device=score.device)
+    if num_pages == len(score):  # pages of one token each
+        return sums.index_copy_(0, page_index, score.double())
     sums.index_add_(0, page_index, score.double())
     return sums / torch.bincount(page_index, minlength=num_pages)
 
@@ -101,7 +103,10 @@ def plan_eviction(
     if excess <= 0:
         return torch.zeros_like(pinned)
     check_bounded(policy)
-    page_tokens = torch.bincount(page_index, minlength=num_pages)
+    if num_pages == len(page_index):
+        page_tokens = torch.ones_like(page_index)
+    else:
+        page_tokens = torch.bincount(page_index, minlength=num_pages)
     score = check_score(policy, policy.score(tokens, profile), tokens.position.shape)
     page_score = page_scores(score, page_index, num_pages)
     check_finite(policy, page_score)
@@ -115,7 +120,7 @@ def plan_eviction(
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
     stays = must_stay | pages_of(preferred, page_index, num_pages)
-    free = int(page_tokens[~stays].sum())
+    free = int(page_tokens.masked_fill(stays, 0).sum())
     if free >= excess:
         return select(page_score, page_tokens, stays, excess).index_select(0, page_index)
     evicted = ~stays | select(page_score, page_tokens, must_stay | ~stays, excess - free)
@@ -123,7 +128,7 @@ def plan_eviction(
 
 
 def _check_enough(page_tokens: Tensor, page_protected: Tensor, excess: int) -> None:
-    available = int(page_tokens[~page_protected].sum())
+    available = int(page_tokens.masked_fill(page_protected, 0).sum())
     if available < excess:
         raise BudgetError(
             f"The budget is too small by {excess - available} tokens: {excess} must be freed, but "
@@ -170,5 +175,7 @@ def check_finite(policy: Policy, page_score: Tensor, what: str = "a token") -> N
 def pages_of(chosen: Tensor, page_index: Tensor, num_pages: int) -> Tensor:
     """Return (num_pages,) bool: the pages that hold at least one chosen token."""
     pages = torch.zeros(num_pages, dtype=torch.bool, device=page_index.device)
+    if num_pages == len(page_index):
+        return pages.index_copy_(0, page_index, chosen)
     pages[page_index[chosen]] = True
     return pages

@@ -13,7 +13,7 @@ from memdecay.policy.base import NEEDS, Policy
 
 GROUP = "memdecay.policies"
 """The entry point group; `name = "module:Class"` in a package's metadata adds a policy."""
-DEFAULT_POLICY = "memdecay-paper"
+DEFAULT_POLICY = "memdecay"
 """What decides when nobody says what should: in sessions, caches and commands."""
 
 

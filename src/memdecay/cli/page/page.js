@@ -30,24 +30,33 @@
   const colourOf = (name) => colours[D.regions.indexOf(name)] || KNOWN[name] || KNOWN.scratchpad;
 
   // ---- data -> lookups
-  const numPages = Math.max(1, ...D.runs.map((r) => Math.max(-1, ...r.timeline.pages.map((p) => p[0])) + 1));
+  // A strip is a page, or neighbouring small pages of one region; [start, end) are its tokens.
+  const STRIP = 16;
   for (const run of D.runs) {
-    const t = run.timeline;
-    run.pages = t.pages.map(([page, region, tokens, born, evicted, pinned]) => ({
-      page, region, tokens, born, evicted, pinned: !!pinned, levels: t.levels[page] || [], refreshed: t.refreshed[page] || [],
+    const t = run.timeline, each = t.page_size, list = (x, k) => (Array.isArray(x) ? x : Array(k).fill(x));
+    run.strips = t.strips.map(([page, pages, region, tokens, pinned, born, evicted]) => ({
+      page, pages, region, tokens, pinned: !!pinned, start: page * each, end: (page + pages) * each,
+      born: list(born, pages), evicted: list(evicted, pages), levels: t.levels[page] || [], refreshed: t.refreshed[page] || [],
     }));
-    run.byRow = new Map();
-    for (const p of run.pages) run.byRow.set(p.page, [...(run.byRow.get(p.page) || []), p]);
+    for (const s of run.strips) {
+      // [event, change in the number of pages that are there], in order of events
+      const changes = new Map();
+      s.born.forEach((e) => changes.set(e, (changes.get(e) || 0) + 1));
+      s.evicted.forEach((e) => { if (e >= 0) changes.set(e, (changes.get(e) || 0) - 1); });
+      s.changes = [...changes].sort((a, b) => a[0] - b[0]);
+      s.last = s.evicted.includes(-1) ? -1 : s.evicted.reduce((a, b) => Math.max(a, b), -1);
+    }
     run.seenAt = (e) => (t.events.length ? t.events[Math.min(e, t.events.length - 1)][0] : 0);
   }
   const seenMax = Math.max(1, D.seen_tokens, ...D.runs.map((r) => r.seenAt(1e9)));
+  const numTokens = Math.max(1, ...D.runs.map((r) => r.strips.reduce((most, s) => Math.max(most, s.end), 0)));
 
   // ---- words
   $("headline").textContent = D.headline;
   $("standfirst").textContent = D.standfirst;
   document.title = D.title;
   for (const [k, v] of D.facts) $("facts").append(el("div", {}, el("dt", {}, k), el("dd", {}, v)));
-  $("pagesize").textContent = D.page_size;
+  $("strips").hidden = !D.runs.some((r) => r.strips.some((s) => s.pages > 1));
   $("footer").textContent = D.footer;
   if (D.notes.length) {
     $("notes").hidden = false;
@@ -77,11 +86,13 @@
     if (D.runs.some((r) => (r.seen[name] || 0) > 0)) legend.append(el("li", {}, el("span", { class: "swatch", style: `background:${colours[i]}` }), name));
   const glyph = (...kids) => svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, ...kids);
   legend.append(
-    el("li", {}, el("span", { class: "fade", style: `background:linear-gradient(90deg,${KNOWN.tool_out},${KNOWN.tool_out}2e)` }), "score decays"),
+    el("li", {}, el("span", { class: "fade", style: `background:linear-gradient(90deg,${KNOWN.tool_out},${KNOWN.tool_out}2e)` }), "score falls"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.system, stroke: "currentColor", "stroke-width": 1.4 })), "pinned"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 20, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("circle", { cx: 11, cy: 6, r: 2.6, fill: "currentColor" })), "refreshed by attention"),
     el("li", {}, glyph(svg("rect", { x: 1, y: 2, width: 11, height: 8, fill: KNOWN.tool_out, opacity: .4 }), svg("rect", { x: 12, y: 1, width: 2, height: 10, fill: "currentColor" })), "evicted"),
   );
+  if (D.runs.some((r) => r.strips.some((s) => s.pages > 1)))
+    legend.append(el("li", {}, glyph(svg("path", { d: "M1 2H21V4H14V7H8V10H1Z", fill: KNOWN.tool_out })), "some tokens evicted"));
 
   // ---- panels
   const GUT = 46, PAD = 14, TOP = 104;
@@ -104,12 +115,13 @@
   const span = (run) => (state.axis === "seen" ? seenMax : Math.max(1, run.timeline.events.length - 1));
   const xOf = (run, e) => (state.axis === "seen" ? run.seenAt(e) : e);
   // A chunk brings several pages at once: each starts at its own first token, not at the chunk's end.
-  const bornX = (run, p) => {
-    if (state.axis === "event") return Math.max(0, p.born - 0.5);
-    const before = p.born > 0 ? run.seenAt(p.born - 1) : 0;
-    return Math.min(run.seenAt(p.born), Math.max(before, p.page * D.page_size));
+  const bornX = (run, s) => {
+    const born = s.changes[0][0];
+    if (state.axis === "event") return Math.max(0, born - 0.5);
+    const before = born > 0 ? run.seenAt(born - 1) : 0;
+    return Math.min(run.seenAt(born), Math.max(before, s.start));
   };
-  const endX = (run, p) => (p.evicted === null || p.evicted < 0 ? span(run) : xOf(run, p.evicted));
+  const endX = (run, s) => (s.last < 0 ? span(run) : xOf(run, s.last));
 
   function build() {
     for (const run of D.runs) run.chip.setAttribute("aria-pressed", state.shown.has(run.policy));
@@ -133,8 +145,9 @@
     layout();
   }
   function summary(run) {
-    const gone = run.pages.filter((p) => p.evicted !== null && p.evicted >= 0).length;
-    return `${run.policy}: ${run.pages.length} pages, ${gone} of them evicted, at most ${run.peak_tokens} tokens held. Arrow keys move through time.`;
+    const all = run.strips.reduce((sum, s) => sum + s.pages, 0), gone = run.strips.reduce((sum, s) => sum + s.evicted.filter((e) => e >= 0).length, 0);
+    const what = run.timeline.page_size > 1 ? "pages" : "tokens";
+    return `${run.policy}: ${n(all)} ${what}, ${n(gone)} of them evicted, at most ${n(run.peak_tokens)} tokens held. Arrow keys move through time.`;
   }
   function size(canvas, w, h) {
     const dpr = Math.min(window.devicePixelRatio || 1, h > 4000 ? 1 : 2);
@@ -145,9 +158,10 @@
   function layout() {
     for (const p of panels) {
       p.w = p.stage.clientWidth;
-      p.rowH = Math.max(numPages > 1000 ? 1 : 1.5, Math.min(9, 560 / numPages));
-      p.h = Math.min(12000, Math.ceil(p.rowH * numPages) + 10);
-      p.rowH = (p.h - 10) / numPages;
+      const numRows = numTokens / STRIP;
+      p.rowH = Math.max(numRows > 1000 ? 1 : 1.5, Math.min(9, 560 / numRows));
+      p.h = Math.min(12000, Math.ceil(p.rowH * numRows) + 10);
+      p.rowH = (p.h - 10) / numRows;
       p.sx = (p.w - GUT - PAD) / span(p.run);
       drawTop(p); drawRows(p);
       p.overC = size(p.over, p.w, TOP + p.h);
@@ -214,43 +228,58 @@
     c.strokeStyle = line;
     for (const t of turnsOf(run)) if (t.line) { const x = Math.round(X(p, t.x0)) + .5; c.beginPath(); c.moveTo(x, 0); c.lineTo(x, p.h); c.stroke(); }
     c.font = "11px system-ui, sans-serif"; c.textAlign = "right"; c.textBaseline = "middle"; c.fillStyle = css("--faint");
-    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((k) => k * h >= 26) || 1000;
-    for (let r = 0; r < numPages; r += every) c.fillText(r, GUT - 12, Math.max(6, r * h + h / 2));
-    for (const page of run.pages) {
-      const y = page.page * h, colour = colours[page.region], x0 = X(p, bornX(run, page)), x1 = Math.max(x0 + 1.5, X(p, endX(run, page)));
-      c.fillStyle = colour; c.globalAlpha = 1; c.fillRect(GUT - 8, y, 4, Math.max(1, h - gap));
-      let from = x0, alpha = 1;
-      const paint = (to) => { if (to > from) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, Math.max(1, h - gap)); } from = Math.max(from, to); };
-      if (!page.pinned) for (let i = 0; i < page.levels.length; i += 2) {
-        paint(Math.min(x1, Math.max(x0, X(p, xOf(run, page.levels[i])))));
-        alpha = shade(page.levels[i + 1]);
+    const every = [10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000].find((k) => k * h / STRIP >= 26) || 20000;
+    for (let r = 0; r < numTokens; r += every) c.fillText(n(r), GUT - 12, Math.max(6, r * h / STRIP + 4));
+    const top = (s) => s.start * h / STRIP, high = (s) => (s.end - s.start) * h / STRIP, inner = (s) => Math.max(s.pages > 1 ? .75 : 1, high(s) - gap);
+    for (const s of run.strips) {
+      const y = top(s), tall = inner(s), colour = colours[s.region], x0 = X(p, bornX(run, s)), x1 = Math.max(x0 + 1.5, X(p, endX(run, s)));
+      c.fillStyle = colour; c.globalAlpha = 1; c.fillRect(GUT - 8, y, 4, tall);
+      const whole = s.last >= 0 && s.evicted.every((e) => e === s.last);
+      let from = x0, alpha = 1, there = 0, i = 0;
+      const paint = (to) => { if (to > from && there > 0) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, tall * there / s.pages); } from = Math.max(from, to); };
+      const at = (e) => Math.min(x1, Math.max(x0, X(p, xOf(run, e))));
+      const scoresBefore = (e) => {
+        for (; i < s.levels.length && s.levels[i] < e; i += 2) if (!s.pinned) { paint(at(s.levels[i])); alpha = shade(s.levels[i + 1], s.pages > 1 ? .4 : .22); }
+      };
+      // The tokens of a strip come one right after another: it starts with those of its first forward.
+      for (const [e, change] of s.changes) {
+        scoresBefore(e);
+        if (change < 0 || there) paint(change < 0 && e === s.last ? x1 : at(e));
+        if (change < 0 && !whole) {
+          c.globalAlpha = .75; c.fillStyle = ink;
+          if (h >= 3) c.fillRect(from - .5, y + tall * (there + change) / s.pages, 1, tall * -change / s.pages);
+          c.fillStyle = colour;
+        }
+        there += change;
       }
+      scoresBefore(Infinity);
       paint(x1);
       c.globalAlpha = 1;
-      if (page.pinned && h >= 3) { c.strokeStyle = ink; c.lineWidth = h >= 5 ? 1.2 : .6; c.strokeRect(x0 + .6, y + .5, x1 - x0 - 1.2, h - gap - 1); }
-      if (page.evicted !== null && page.evicted >= 0) { c.fillStyle = ink; c.fillRect(x1 - .75, y - (h >= 5 ? .5 : 0), h >= 4 ? 2 : 1, Math.max(1, h - gap + (h >= 5 ? 1 : 0))); }
+      if (s.pinned && high(s) >= 3) { c.strokeStyle = ink; c.lineWidth = h >= 5 ? 1.2 : .6; c.strokeRect(x0 + .6, y + .5, x1 - x0 - 1.2, high(s) - gap - 1); }
+      if (whole) { c.fillStyle = ink; c.fillRect(x1 - .75, y - (h >= 5 ? .5 : 0), h >= 4 ? 2 : 1, Math.max(1, high(s) - gap + (h >= 5 ? 1 : 0))); }
     }
     // Dots come last, or the next row would cover half of each.
-    for (const page of run.pages) {
-      if (page.pinned) continue;
+    for (const s of run.strips) {
+      if (s.pinned) continue;
       let last = -1e9;
       c.fillStyle = ink; c.strokeStyle = panel; c.lineWidth = .8;
-      for (const e of page.refreshed) {
+      for (const e of s.refreshed) {
         const x = X(p, xOf(run, e));
         if (x - last < 7) continue;
         last = x;
-        if (h < 3.5) { c.globalAlpha = .55; c.fillRect(x - .6, page.page * h, 1.2, Math.max(1, h - gap)); c.globalAlpha = 1; continue; }
-        c.beginPath(); c.arc(x, page.page * h + (h - gap) / 2, Math.min(2.3, h / 3), 0, 7); c.fill(); c.stroke();
+        if (h < 3.5) { c.globalAlpha = .55; c.fillRect(x - .6, top(s), 1.2, inner(s)); c.globalAlpha = 1; continue; }
+        c.beginPath(); c.arc(x, top(s) + inner(s) / 2, Math.min(2.3, h / 3), 0, 7); c.fill(); c.stroke();
       }
     }
-    for (const [first, count] of pinnedRuns(run)) if (h * count >= 12) lock(c, 9, (first + count / 2) * h - 6, ink);
+    for (const [start, end] of pinnedRuns(run)) if (h * (end - start) >= 12 * STRIP) lock(c, 9, (start + end) / 2 * h / STRIP - 6, ink);
   }
-  const shade = (level) => 0.22 + 0.78 * (level / 100);
+  // What is thin already must not be pale as well.
+  const shade = (level, least) => least + (1 - least) * (level / 100);
   function pinnedRuns(run) {
     const out = [];
-    for (const p of run.pages) if (p.pinned) {
+    for (const s of run.strips) if (s.pinned) {
       const last = out[out.length - 1];
-      if (last && last[0] + last[1] === p.page) last[1]++; else out.push([p.page, 1]);
+      if (last && last[1] === s.start) last[1] = s.end; else out.push([s.start, s.end]);
     }
     return out;
   }
@@ -265,7 +294,7 @@
     const v = Math.max(0, Math.min(span(panel.run), (x - GUT) / panel.sx));
     state.cursor = v / span(panel.run);
     cursor();
-    show(panel, Math.floor(y / panel.rowH), v, e.clientX, e.clientY);
+    show(panel, y * STRIP / panel.rowH, v, e.clientX, e.clientY);
   }
   function leave() { state.cursor = null; $("tip").hidden = true; cursor(); }
   function step(panel, e) {
@@ -300,22 +329,38 @@
       p.now.textContent = e ? `${state.cursor === null ? "at the end: " : ""}${n(e[1])} of ${n(e[0])} tokens kept${D.clock === "steps" ? ` · step ${n(e[4])}` : ""}` : "";
     }
   }
-  function show(panel, row, v, cx, cy) {
-    const run = panel.run, tip = $("tip"), lives = run.byRow.get(row);
-    const page = lives && lives.find((q) => bornX(run, q) <= v && v <= endX(run, q)) || lives && lives.filter((q) => bornX(run, q) <= v).pop();
-    if (!page) { tip.hidden = true; return; }
-    const gone = page.evicted !== null && page.evicted >= 0, isGone = gone && v > endX(run, page);
-    const level = levelAt(page, eventAt(run, v)), region = D.regions[page.region];
+  function words(s, run, e) {
+    // The text of a strip, what is gone by event e struck out.
+    const node = el("q", {}), each = run.timeline.page_size;
+    for (let at = 0; at < s.pages; at++) {
+      const text = D.texts.slice(s.start + at * each, s.start + (at + 1) * each).join("");
+      const gone = s.evicted[at] >= 0 && s.evicted[at] <= e;
+      if (text) node.append(gone ? el("s", {}, text) : text);
+    }
+    return node.textContent ? [node] : [];
+  }
+  function show(panel, token, v, cx, cy) {
+    const run = panel.run, tip = $("tip");
+    const s = run.strips.find((q) => q.start <= token && token < q.end);
+    if (!s || bornX(run, s) > v) { tip.hidden = true; return; }
+    const e = eventAt(run, v), left = s.evicted.filter((g) => g < 0 || g > e).length, region = D.regions[s.region];
+    const level = levelAt(s, e), ends = s.evicted.filter((g) => g >= 0), many = s.pages > 1;
     const line = (a, b) => el("div", { class: "row" }, el("span", {}, a), el("b", {}, b));
-    const turn = D.turns.find((t) => page.page * D.page_size < t.end);
+    const turn = D.turns.find((t) => s.start < t.end);
+    const when = (g) => `token ${n(run.seenAt(g))}, event ${g}`;
     tip.replaceChildren(
-      el("div", { class: "row" }, el("b", {}, `page ${page.page}`), el("b", {}, el("span", { class: "swatch", style: `display:inline-block;opacity:1;background:${colours[page.region]}` }), " " + region)),
-      line("tokens", n(page.tokens)), line("born", `token ${n(Math.round(page.page * D.page_size))}, event ${page.born}`),
-      line("evicted", gone ? `token ${n(run.seenAt(page.evicted))}, event ${page.evicted}` : page.pinned ? "never: pinned" : "still here"),
-      ...(page.pinned ? [] : [line("score here", isGone ? "gone" : level === null ? "not scored yet" : `${level}% of the highest`)]),
-      ...(page.refreshed.length ? [line("refreshed", `${page.refreshed.length}×`)] : []),
+      el("div", { class: "row" }, el("b", {}, run.timeline.page_size > 1 && !many ? `page ${s.page}` : many ? `tokens ${n(s.start)}–${n(s.end - 1)}` : `token ${n(s.start)}`),
+        el("b", {}, el("span", { class: "swatch", style: `display:inline-block;opacity:1;background:${colours[s.region]}` }), " " + region)),
+      ...(many ? [line("kept here", `${left} of ${s.pages}${run.timeline.page_size > 1 ? " pages" : ""}`)] : [line("tokens", n(s.tokens))]),
+      line("born", `token ${n(s.start)}, event ${s.changes[0][0]}`),
+      ...(s.pinned ? [line("evicted", "never: pinned")]
+        : !ends.length ? [line("evicted", many ? "none" : "still here")]
+        : !many ? [line("evicted", when(ends[0]))]
+        : [line("first evicted", when(Math.min(...ends))), line("at the end", `${s.pages - ends.length} of ${s.pages} kept`)]),
+      ...(s.pinned ? [] : [line("score here", !left ? "gone" : level === null ? "not scored yet" : `${level}% of the highest`)]),
+      ...(s.refreshed.length ? [line("refreshed", `${s.refreshed.length}×`)] : []),
       ...(turn ? [line("turn", `${turn.index + 1} · ${turn.label}`)] : []),
-      ...(D.texts && D.texts[page.page] ? [el("q", {}, D.texts[page.page])] : []),
+      ...words(s, run, e),
     );
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
