@@ -36,6 +36,7 @@ class MemDecayHeads(MemDecayReplay, HeadPolicy):
     per_head: ClassVar[bool] = True
     head_columns: ClassVar[Mapping[str, float]] = {"repeated": 0.0}
 
+    usage_offset: float = 0.5
     evidence_weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -30,6 +30,8 @@ class MemDecayReplay(MemDecay):
     needs: ClassVar[frozenset[str]] = MemDecay.needs | {"replay"}
     use: ClassVar[str] = "replay"
 
+    usage_offset: float = 2.0
+
     def on_replay(
         self, tokens: Tokens, attention: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
