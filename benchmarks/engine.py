@@ -23,6 +23,13 @@ from transformers import (
 )
 
 from memdecay.engine import MemDecayCache
+from memdecay.engine.known import known_models
+from memdecay.regions import Profile
+
+PAPER = "memdecay-paper"
+
+KNOWN = {"SmolLM2-135M": "smollm2-135m", "Qwen2.5-0.5B": "qwen2.5-coder-0.5b"}
+"""Whose evidence heads are watched in a model of each shape."""
 
 SHAPES: dict[str, PretrainedConfig] = {
     "SmolLM2-135M": LlamaConfig(
@@ -83,6 +90,15 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.eval()
 
 
+def ours(
+    model: PreTrainedModel, name: str, policy: str, budget: int, *, every: int = 1
+) -> MemDecayCache:
+    """Return a cache of ours, its policy told the evidence heads of the model with this shape."""
+    evidence = {known.name: known.evidence for known in known_models()}[KNOWN[name]]
+    profile = Profile.default().with_evidence(evidence)
+    return MemDecayCache(model, budget=budget, policy=policy, profile=profile, observe_every=every)
+
+
 def fill(cache: DynamicCache | MemDecayCache, model: PreTrainedModel, count: int) -> None:
     """Put random keys and values of `count` tokens into a cache, without running the model."""
     config = model.config
@@ -121,16 +137,21 @@ def medians(times: Mapping[str, list[float]]) -> str:
 
 
 @torch.no_grad()
-def decode_steps(name: str, dtype: torch.dtype, count: int, rounds: int) -> dict[str, list[float]]:
-    """Time one decode step at `count` tokens: stock, ours unscored, ours scored at every step."""
+def decode_steps(
+    name: str, dtype: torch.dtype, count: int, rounds: int, policy: str = PAPER
+) -> dict[str, list[float]]:
+    """Time one decode step at `count` tokens: stock, ours unscored, ours scored at every step.
+
+    Unscored is the paper's policy that observes nothing, whatever `policy` is.
+    """
     model = make(name, dtype)
     token = torch.tensor([[5]])
     stock = DynamicCache(config=model.config)
-    ours = {
-        kind: MemDecayCache(model, budget=count + 64, observe_every=every)
-        for kind, every in (("unscored", 0), ("scored", 1))
+    caches = {
+        "unscored": ours(model, name, PAPER, count + 64, every=0),
+        "scored": ours(model, name, policy, count + 64),
     }
-    for cache in (stock, *ours.values()):
+    for cache in (stock, *caches.values()):
         fill(cache, model, count)
 
     def step(cache: DynamicCache | MemDecayCache) -> Callable[[], None]:
@@ -139,25 +160,25 @@ def decode_steps(name: str, dtype: torch.dtype, count: int, rounds: int) -> dict
 
         return run
 
-    runs = {kind: step(cache) for kind, cache in {"stock": stock, **ours}.items()}
+    runs = {kind: step(cache) for kind, cache in {"stock": stock, **caches}.items()}
     times: dict[str, list[float]] = {kind: [] for kind in runs}
     for _ in range(rounds):
         for kind, ms in interleave(runs, 2).items():
             times[kind] += ms
-        for cache in (stock, *ours.values()):
+        for cache in (stock, *caches.values()):
             cache.crop(-3)
     return times
 
 
 @torch.no_grad()
-def budgeted_decode(name: str, count: int, steps: int) -> tuple[float, str]:
+def budgeted_decode(name: str, count: int, steps: int, policy: str = PAPER) -> tuple[float, str]:
     """Return how much faster decoding in a quarter of `count` tokens is, evictions included."""
     model = make(name)
     token = torch.tensor([[5]])
     stock = DynamicCache(config=model.config)
-    ours = MemDecayCache(model, budget=count // 4)
+    quarter = ours(model, name, policy, count // 4)
     fill(stock, model, count)
-    fill(ours, model, count // 4)
+    fill(quarter, model, count // 4)
 
     def block(cache: DynamicCache | MemDecayCache) -> Callable[[], None]:
         def run() -> None:
@@ -166,7 +187,7 @@ def budgeted_decode(name: str, count: int, steps: int) -> tuple[float, str]:
 
         return run
 
-    times = interleave({"full": block(stock), "quarter": block(ours)}, steps // 16)
+    times = interleave({"full": block(stock), "quarter": block(quarter)}, steps // 16)
     detail = ", ".join(
         f"{kind} {16e3 / statistics.median(ms):.1f} tokens/s" for kind, ms in times.items()
     )
@@ -174,19 +195,41 @@ def budgeted_decode(name: str, count: int, steps: int) -> tuple[float, str]:
 
 
 @torch.no_grad()
-def prefill(name: str, count: int, rounds: int) -> tuple[float, str]:
-    """Return the cost of a prompt with an observation at its end, over a plain one."""
+def prefill(name: str, count: int, rounds: int, policy: str = PAPER) -> tuple[float, str]:
+    """Return the cost of a prompt with all that a policy observes, over a plain one."""
     model = make(name)
     ids = torch.randint(3, 1000, (1, count))
 
     def stock() -> None:
         model(input_ids=ids, cache=DynamicCache(config=model.config), logits_to_keep=1)
 
-    def ours() -> None:
-        model(input_ids=ids, cache=MemDecayCache(model, budget=count), logits_to_keep=1)
+    def observed() -> None:
+        model(input_ids=ids, cache=ours(model, name, policy, count), logits_to_keep=1)
 
-    times = interleave({"stock": stock, "observed": ours}, rounds)
+    times = interleave({"stock": stock, "observed": observed}, rounds)
     return ratio(times, "observed", "stock"), medians(times)
+
+
+@torch.no_grad()
+def replay(name: str, count: int, rounds: int) -> tuple[float, str]:
+    """Return the cost of repeating what is kept, over reading it in the first place."""
+    model = make(name)
+    ids = torch.randint(3, 1000, (1, count))
+    piece, prompt = 256, torch.randint(3, 1000, (16,))
+
+    def read() -> None:
+        model(input_ids=ids, cache=ours(model, name, PAPER, count), logits_to_keep=1)
+
+    cache = ours(model, name, "memdecay-replay", count + piece + len(prompt))
+    model(input_ids=ids, cache=cache, logits_to_keep=1)
+
+    def repeat() -> None:
+        for start in range(0, count, piece):
+            where = torch.arange(start, min(start + piece, count))
+            cache.replay(ids[0, where], where, prompt)
+
+    times = interleave({"read": read, "repeated": repeat}, rounds)
+    return ratio(times, "repeated", "read"), medians(times)
 
 
 def eviction(name: str, count: int, rounds: int, policy: str) -> tuple[float, str]:
@@ -194,7 +237,7 @@ def eviction(name: str, count: int, rounds: int, policy: str) -> tuple[float, st
     model = make(name)
     times = []
     for _ in range(rounds):
-        cache = MemDecayCache(model, budget=count + 64, policy=policy)
+        cache = ours(model, name, policy, count + 64)
         fill(cache, model, count)
         start = time.perf_counter()
         cache.shrink(count - 32)
