@@ -90,16 +90,19 @@ def _print(lines: Sequence[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
     table.add_column("policy", no_wrap=True)
-    for heading in ("budget", "target", "share of full", "won/tied/lost"):
+    for heading in ("budget", "target", "share of full", "w/t/l"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
         met = line["best"]
+        value, low, high = (known(line[name]) for name in ("share", "low", "high"))
         table.add_row(
             line["setting"],
             line["policy"],
             f"{line['budget']:.0%}",
             number(known(line["target"])),
-            interval(*(known(line[name]) for name in ("share", "low", "high"))),
+            interval(value, low, high),
             "/".join(str(met[name]) for name in ("won", "tied", "lost")) if met else "–",
         )
-    _terminal.out().print(table)
+    out = _terminal.out()
+    out.print("Recall outside the system region; w/t/l: scenarios won/tied/lost to the best peer")
+    out.print(table)

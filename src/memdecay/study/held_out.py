@@ -77,6 +77,12 @@ class HeldOut:
         """The budgets of the study that were run."""
         return [budget for budget in BUDGETS if budget in self.findings.budgets]
 
+    @property
+    def probes(self) -> int:
+        """How many probes there are outside the system region, whoever was asked them."""
+        probes = self.findings.probes
+        return len(probes[probes["region"] != "system"].drop_duplicates(_EPISODE))
+
 
 @dataclass(frozen=True)
 class Share:

@@ -83,7 +83,9 @@ def targets(settings: Sequence[HeldOut]) -> Table:
                 for budget in BUDGETS
                 if one.findings.cell(policy, budget, ALL)
             }
+            asked = min((part.probes for part in found.values()), default=0)
             line: list[str | Cell] = [f"`{one.findings.name}`", f"`{policy}`"]
+            line.append(Cell(f"{asked} of {one.probes}", asked))
             for budget, goal in goals.items():
                 line.append("" if goal is None else Cell(number(goal), goal))
                 line.append(_share(found[budget]) if budget in found else "not run")
@@ -96,12 +98,13 @@ def targets(settings: Sequence[HeldOut]) -> Table:
     ]
     return Table(
         "What was to be reached, and what was",
-        ("setting", "policy", *columns, "system region", "reached"),
+        ("setting", "policy", "#probes", *columns, "system region", "reached"),
         lines,
         f"Recall outside the system region as a share of the full cache's on the same probes, and "
         f"as many answers in the system region as the full cache has (in brackets where it is "
-        f"not the same). Reached is what the mean reaches; the interval says how sure that is. The "
-        f"targets were set for {listed(TARGET_MODELS)}.",
+        f"not the same). Reached is what the mean reaches; the interval says how sure that is. "
+        f"Probes are those outside the system region that the policy was asked, of all that were "
+        f"asked there. The targets were set for {listed(TARGET_MODELS)}.",
     )
 
 
@@ -183,7 +186,7 @@ def _best(one: HeldOut, budget: float) -> str:
     cell = one.findings.cell(rival, budget, NON_SYSTEM)
     said = (
         f"The best peer is `{rival}`, by recall outside the system region "
-        f"({number(cell['recall'])}); scenarios are won / tied / lost against it."
+        f"({number(cell['recall'])} on {plural(int(cell['n']), 'probe')}); scenarios are won / tied / lost against it."
     )
     everywhere = best(one.every, budget, one.rivals) or rival
     found = [
@@ -244,15 +247,15 @@ def _traces(rows: pd.DataFrame) -> list[str | Table]:
                 strong.add(len(lines))
                 if first:
                     beside = _beside(cell, group, first, baselines)
-            delta = [trace_report.known(cell[name]) for name in ("delta_nll", "low", "high")]
-            same = [trace_report.known(cell[f"agreement{end}"]) for end in ("", "_low", "_high")]
+            rise, low, high = (trace_report.known(cell[k]) for k in ("delta_nll", "low", "high"))
+            same = [100 * trace_report.known(cell[f"agreement{e}"]) for e in ("", "_low", "_high")]
             lines.append(
                 [
                     f"`{cell['policy']}`",
                     f"{budget:.0%}",
                     str(cell["n"]),
-                    Cell(interval(*delta, 3, signed=True), delta[0]),
-                    Cell(interval(*(100 * value for value in same), 1), same[0]),
+                    Cell(interval(rise, low, high, 3, signed=True), rise),
+                    Cell(interval(same[0], same[1], same[2], 1), same[0]),
                     *beside,
                 ]
             )
@@ -290,9 +293,9 @@ def _beside(
     nearer = all(_nearer(group, other) for _, other in baselines)
     reached = ratio < TRACE_RATIO + 1e-9 and nearer
     met = cell["against"][name]
-    ends = [trace_report.known(met[end]) for end in ("delta", "low", "high")]
+    delta, low, high = (trace_report.known(met[end]) for end in ("delta", "low", "high"))
     verdict = "–" if math.isnan(ratio) else "yes" if reached else "no"
-    difference = Cell(interval(*ends, 3, signed=True), ends[0])
+    difference = Cell(interval(delta, low, high, 3, signed=True), delta)
     return [f"`{name}`", Cell(number(ratio), ratio), difference, verdict]
 
 
