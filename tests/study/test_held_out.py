@@ -185,7 +185,7 @@ def test_a_peer_with_fewer_rows_is_compared_on_those_of_both() -> None:
     assert (met.won, met.tied, met.lost, met.probes) == (0, 0, 1, 6)
     assert met.delta == pytest.approx(-3 / 6) and math.isnan(met.low)
     tova = share(found.findings.probes, "kvpress:tova", 0.5)
-    # Freight is the first scenario of these rows; the full cache lacks one that it answers.
+    # The full cache answers 5 of these 6.
     assert (tova.value, tova.probes) == (pytest.approx(4 / 5), 6)
     text = document([found], [], HELD_OUT)
     assert "The best peer is `kvpress:tova`, by recall outside the system region (0.67 on 6" in text

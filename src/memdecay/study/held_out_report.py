@@ -186,7 +186,8 @@ def _best(one: HeldOut, budget: float) -> str:
     cell = one.findings.cell(rival, budget, NON_SYSTEM)
     said = (
         f"The best peer is `{rival}`, by recall outside the system region "
-        f"({number(cell['recall'])} on {plural(int(cell['n']), 'probe')}); scenarios are won / tied / lost against it."
+        f"({number(cell['recall'])} on {plural(int(cell['n']), 'probe')}); scenarios are won / tied "
+        f"/ lost against it."
     )
     everywhere = best(one.every, budget, one.rivals) or rival
     found = [
@@ -286,7 +287,7 @@ def _beside(
 ) -> list[str | Cell]:
     """Return the best baseline, the ratio to it, the difference, and whether that is enough."""
     name = first[0]["policy"]
-    pairs = group.join(first[1], how="inner", rsuffix="_theirs")
+    pairs = _both(group, first[1])
     rise, theirs = pairs["delta_nll"].mean(), pairs["delta_nll_theirs"].mean()
     # Where the best loses nothing there is no ratio to it.
     ratio = float(rise / theirs) if theirs > 0 else math.nan
@@ -301,8 +302,13 @@ def _beside(
 
 def _nearer(group: pd.DataFrame, other: pd.DataFrame) -> bool:
     """Whether its top token is the full cache's more often, on the traces of both."""
-    pairs = group.join(other, how="inner", rsuffix="_theirs")
+    pairs = _both(group, other)
     return bool(pairs["top1_agreement"].mean() > pairs["top1_agreement_theirs"].mean())
+
+
+def _both(group: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    """Return the traces that two policies were run on, what the other one did as `_theirs`."""
+    return group.merge(other, left_index=True, right_index=True, suffixes=("", "_theirs"))
 
 
 def _name(cell: dict[str, Any]) -> str:
