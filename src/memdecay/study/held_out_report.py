@@ -186,8 +186,8 @@ def _best(one: HeldOut, budget: float) -> str:
     cell = one.findings.cell(rival, budget, NON_SYSTEM)
     said = (
         f"The best peer is `{rival}`, by recall outside the system region "
-        f"({number(cell['recall'])} on {plural(int(cell['n']), 'probe')}); scenarios are won / tied "
-        f"/ lost against it."
+        f"({number(cell['recall'])} on {plural(int(cell['n']), 'probe')}); scenarios are won / "
+        f"tied / lost against it."
     )
     everywhere = best(one.every, budget, one.rivals) or rival
     found = [
