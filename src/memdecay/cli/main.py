@@ -19,6 +19,7 @@ from memdecay.cli import (
     policies,
     run,
     study,
+    study_held_out,
     study_report,
     study_traces,
 )
@@ -49,6 +50,7 @@ for command in (demo, run, calibrate):
     _add(app, getattr(command, command.__name__.rpartition(".")[2]), command.EXAMPLE)
 _add(study_app, study.run, study.RUN_EXAMPLE)
 _add(study_app, study_report.report, study_report.EXAMPLE)
+_add(study_app, study_held_out.held_out, study_held_out.EXAMPLE)
 _add(study_app, study.episodes, study.EPISODES_EXAMPLE)
 _add(study_app, study.export, study.EXPORT_EXAMPLE)
 _add(study_app, study_traces.traces, study_traces.EXAMPLE)
