@@ -104,5 +104,5 @@ def _print(lines: Sequence[dict[str, Any]]) -> None:
             "/".join(str(met[name]) for name in ("won", "tied", "lost")) if met else "–",
         )
     out = _terminal.out()
-    out.print("Recall outside the system region; w/t/l: scenarios won/tied/lost to the best peer")
+    out.print("Outside the system region; w/t/l: scenarios won, tied, lost, best peer")
     out.print(table)
