@@ -202,7 +202,10 @@ class TestRun:
                 return made
 
             monkeypatch.setattr(fake, "report", saying)
-            code, out, err = command("run", "trace.json", "--compare", "memdecay", "--json")
+            code, out, err = command(
+                *("run", "trace.json", "--policy", "memdecay-paper"),
+                *("--compare", "memdecay", "--json"),
+            )
             assert (code, err) == (0, "")
             result = json.loads(out)
             assert result["evidence"] is None
