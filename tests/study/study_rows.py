@@ -137,6 +137,7 @@ def study() -> pd.DataFrame:
             ("sweep", "clock", "tokens", ours),
             ("noise", "label_noise", 0.05, ours),
             ("noise", "label_noise", 0.5, newest),
+            ("terms", "sinks", 0, ours),
         )
     ]
     return pd.concat(parts, ignore_index=True)

@@ -51,7 +51,7 @@ def run(
     variant: _Variant = None,
     groups: Annotated[
         str | None,
-        typer.Option("--groups", help="Of paper, policy, control, ablation, sweep, noise."),
+        typer.Option("--groups", help="Of paper, policy, control, ablation, sweep, noise, terms."),
     ] = None,
     out: _Out = Path("runs"),
     jobs: _Jobs = None,

@@ -11,7 +11,7 @@ from memdecay.policy.registry import available, policy_class
 
 PAPER = ("full", "random", "streaming", "h2o", "memdecay-paper")
 """The policies of the paper's study (section IV-C)."""
-GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise")
+GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise", "terms")
 BUDGETS = (0.5, 0.25)
 """Shares of the episode's tokens that are kept (section IV-A)."""
 RANDOM_SEEDS = (0, 1, 2)
@@ -73,7 +73,7 @@ class Condition:
 
 def conditions(groups: tuple[str, ...] = GROUPS) -> list[Condition]:
     """Return the conditions of a study, those of the paper first."""
-    made = [*_paper(), *_policies(), *_controls(), *_ablation(), *_sweeps(), *_noise()]
+    made = [*_paper(), *_policies(), *_controls(), *_ablation(), *_sweeps(), *_noise(), *_terms()]
     return [condition for condition in made if condition.group in groups]
 
 
@@ -166,4 +166,26 @@ def _noise() -> list[Condition]:
         )
         for share in (0.05, 0.2, 0.5)
         for seed in RANDOM_SEEDS
+    ]
+
+
+def _terms() -> list[Condition]:
+    """What each term of `memdecay` does: the policy without it, everything else fixed."""
+
+    def without(what: str, **changes: Any) -> Condition:
+        settings = {"page_size": 1, **changes}
+        return Condition(f"memdecay[{what}]", "terms", "memdecay", **settings)
+
+    return [
+        without("no evidence", rates="default"),  # the default profile knows no heads
+        without("no usage", params={"usage_offset": 99.0}),
+        without("usage_offset=0", params={"usage_offset": 0.0}),
+        without("no prior", params={"prior_weight": 0.0}),
+        without("no sinks", params={"sinks": 0}),
+        without("recent=0", params={"recent": 0}),
+        without("recent=32", params={"recent": 32}),
+        without("pinned=no", pinned=False),
+        without("page_size=4", page_size=4),
+        without("page_size=16", page_size=16),
+        without("shuffled", labels="shuffled"),
     ]

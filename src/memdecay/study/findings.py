@@ -20,7 +20,7 @@ from memdecay.study.cells import identity
 from memdecay.study.rows import read_rows
 from memdecay.study.statistics import ALL, BASE, collapse, compare, summarise
 
-GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise", "peer")
+GROUPS = ("paper", "policy", "control", "ablation", "sweep", "noise", "terms", "peer")
 """The groups of conditions, in the order in which a report shows them."""
 
 _CHANGES = ("rows", "kept", "sets", "recall")

@@ -122,6 +122,9 @@ def sections(findings: Findings) -> list[Section]:
         Section("Ablation", _ablation(findings)),
         Section("Sweeps", _sweeps(findings)),
         Section("Label noise", _group(findings, "noise", "Spans with a wrong label")),
+        Section(
+            "Terms of memdecay", _group(findings, "terms", "memdecay without one of its terms")
+        ),
         Section("Controls", _group(findings, "control", "Bounds and controls")),
         Section("Overhead", [tables.overhead(findings)] if findings.overhead else []),
         Section("Beside the paper", [beside_paper(findings)]),

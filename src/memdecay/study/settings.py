@@ -14,6 +14,7 @@ from memdecay.study.scenario import TIERS
 DTYPES = ("bfloat16", "float32")
 
 _QWEN = "~/.cache/memdecay/models/qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
+_PAPER_GROUPS = tuple(group for group in GROUPS if group != "terms")
 _LARGE_GROUPS = ("paper", "policy", "control")
 
 
@@ -42,7 +43,7 @@ class Setting:
     model_name: str
     tier: str
     dtype: str = "bfloat16"
-    groups: tuple[str, ...] = GROUPS
+    groups: tuple[str, ...] = _PAPER_GROUPS
     scenarios: tuple[str, ...] | None = None
     variants: tuple[int, ...] = (0, 1, 2)
     burst: int = 8
@@ -66,7 +67,7 @@ class Setting:
                 raise StudyError(f"variant is {variant!r}, but it must be 0, 1 or 2.")
 
 
-def _preset(size: str, tier: str, groups: tuple[str, ...] = GROUPS) -> Setting:
+def _preset(size: str, tier: str, groups: tuple[str, ...] = _PAPER_GROUPS) -> Setting:
     return Setting(
         name=f"qwen{size}-{tier}",
         model=_QWEN.format(size=size),
