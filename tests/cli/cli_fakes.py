@@ -12,7 +12,7 @@ from typing import Any
 
 from memdecay.policy import DEFAULT_POLICY
 
-PINNING = (DEFAULT_POLICY, "memdecay-paper")
+PINNING = (DEFAULT_POLICY, "memdecay-heads", "memdecay-paper")
 
 
 def words(message: dict[str, Any]) -> list[str]:
@@ -90,7 +90,7 @@ class FakeSession:
     ) -> None:
         self.model, self.tokenizer, self.budget = model, tokenizer, budget
         self.policy = policy if isinstance(policy, str) else policy.name
-        self.page_size = 1 if self.policy == DEFAULT_POLICY else 16
+        self.page_size = 1 if self.policy in (DEFAULT_POLICY, "memdecay-heads") else 16
         self.messages: list[dict[str, Any]] = []
         self.tokens: list[tuple[str, str]] = []
         self.life: dict[int, dict[str, Any]] = {}
@@ -109,6 +109,9 @@ class FakeSession:
         pass
 
     def check(self, messages: Any) -> None:
+        pass
+
+    def idle(self) -> None:
         pass
 
     def append(self, messages: Any, *, score: bool = False, **_: Any) -> Any:

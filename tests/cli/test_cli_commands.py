@@ -20,7 +20,7 @@ from memdecay.policy import DEFAULT_POLICY, available
 from memdecay.provenance import versions
 
 Command = Callable[..., tuple[int, str, str]]
-FOUR = ["full", DEFAULT_POLICY, "memdecay-paper", "streaming"]
+FOUR = ["full", "memdecay-heads", DEFAULT_POLICY, "streaming"]
 
 
 @pytest.mark.usefixtures("fake_engine")

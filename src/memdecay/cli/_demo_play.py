@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memdecay.engine import Session
     from memdecay.policy.base import Policy
 
-POLICIES = ("full", DEFAULT_POLICY, "memdecay-paper", "streaming")
+POLICIES = ("full", "memdecay-heads", DEFAULT_POLICY, "streaming")
 """What the demo compares."""
 
 _ANSWER_TOKENS = 24
@@ -109,12 +109,14 @@ def _episode(
     reading = progress.add_task(f"{policy.name}: reading the episode", total=total)
     marks: list[TurnMark] = []
     with _session(model, tokenizer, policy, budget, episode) as session:
-        with count_tokens(model, lambda count: progress.advance(reading, count)):
-            for turn in split_turns(episode.messages):
-                start = session.report().seen_tokens
+        for turn in split_turns(episode.messages):
+            session.idle()  # as while a tool works, or the user types
+            start = session.report().seen_tokens
+            with count_tokens(model, lambda count: progress.advance(reading, count)):
                 session.append(turn.messages, score=True)  # so that the steps are decode steps
-                end = session.report().seen_tokens
-                marks.append(TurnMark(turn.index, turn.label, start, end))
+            end = session.report().seen_tokens
+            marks.append(TurnMark(turn.index, turn.label, start, end))
+        session.idle()
         progress.remove_task(reading)
         asking = progress.add_task(f"{policy.name}: asking", total=len(episode.probes))
         answers = []
@@ -185,10 +187,11 @@ def _standfirst(result: dict[str, Any]) -> str:
         f"{result['model']} reads the same conversation four times: with its full KV cache, and "
         f"three times with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} "
         f"tokens. {DEFAULT_POLICY} pins the instructions and keeps the tokens that attention "
-        f"singled out; memdecay-paper pins them too and forgets the rest region by region; "
-        f"streaming keeps the latest. Asked afterwards about {count} facts, the full cache "
-        f"answers {right['full']}, {DEFAULT_POLICY} {right[DEFAULT_POLICY]}, memdecay-paper "
-        f"{right['memdecay-paper']} and streaming {right['streaming']}. "
+        f"singled out; memdecay-heads does so in each attention head by itself, and repeats to "
+        f"itself what it keeps while it waits; streaming keeps the latest. Asked afterwards about "
+        f"{count} facts, the full cache answers {right['full']}, memdecay-heads "
+        f"{right['memdecay-heads']}, {DEFAULT_POLICY} {right[DEFAULT_POLICY]} and streaming "
+        f"{right['streaming']}. "
         f"{knows} still {'know' if len(knowing) > 1 else 'knows'} the fact in the system text"
         + (f"; {forgot} forgot it." if forgot else ".")
     )

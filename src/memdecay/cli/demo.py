@@ -22,7 +22,7 @@ def demo(
     html: Annotated[Path, typer.Option("--html", help="Where the page goes.")] = Path("demo.html"),
     as_json: _options.Json = False,
 ) -> None:
-    """Play a built-in agent episode with the full cache, memdecay, memdecay-paper and streaming.
+    """Play a built-in agent episode with the full cache, memdecay-heads, memdecay and streaming.
 
     Facts are planted in the system text, a user turn, a tool output and a retrieved document;
     afterwards the model is asked for each. Shows every answer, right or wrong, what is kept of
