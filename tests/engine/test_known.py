@@ -162,7 +162,8 @@ class TestWhoseHeads:
     ) -> None:
         learn(monkeypatch)
         profile = Profile.default()
-        assert MemDecayCache(tiny()[0], budget=32, profile=profile).profile is profile
+        cache = MemDecayCache(tiny()[0], budget=32, policy="memdecay-paper", profile=profile)
+        assert cache.profile is profile
 
     def test_other_heads_forget_whose_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
         learn(monkeypatch)
