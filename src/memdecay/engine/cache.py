@@ -1073,7 +1073,8 @@ class MemDecayCache(AttachedCache):
                 f"policy {self.policy.name!r} lets heads keep their own tokens, but queries are "
                 f"handed out only where all heads keep the same."
             )
-        self.listened = Watch(heads if heard is not None else (), self.layout)
+        watch = Watch(heads, self.layout)
+        self.listened = watch if heard is not None else Watch((), self.layout)
         self.on_queries = heard
 
     # Idle time
