@@ -2,6 +2,7 @@
 
 from memdecay.tiers.packing import nbytes
 from memdecay.tiers.quantized import BITS, Quantized, quantize
+from memdecay.tiers.recall import Outside, PageStore
 from memdecay.tiers.stores import DiskStore, HostStore, Store, TierWarning
 from memdecay.tiers.summaries import Summaries, rank
 from memdecay.tiers.words import Words, rank_by_words
@@ -10,6 +11,8 @@ __all__ = [
     "BITS",
     "DiskStore",
     "HostStore",
+    "Outside",
+    "PageStore",
     "Quantized",
     "Store",
     "Summaries",
