@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from engine.moves import Machine, by_position
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.moving import Moved
 from memdecay.errors import MemDecayError, ProfileError
+from memdecay.tiers import nbytes as page_bytes
 from memdecay.tiers.recall import Outside
 from memdecay.tiers.stores import HostStore
 
@@ -147,6 +150,7 @@ def test_as_many_pages_come_back_as_have_room() -> None:
     assert cache.kept() == 36 and kept(cache)[:8] == [*range(4, 12)]
     assert outside.recall([3], room=12) == []
     assert cache.kept() == 36, "nothing goes for what cannot come"
+    assert outside.recall([], room=40) == outside.recall([99], room=40) == []
     assert outside.recall([3]) == [3]
     assert cache.ledgers[0]["pinned"].sum() == 28
 
@@ -252,6 +256,23 @@ def test_a_turn_runs_once_while_nothing_is_outside_or_wanted() -> None:
     outside.read(run, 6)
     outside.read(run, 6, pages=0)
     assert runs == [20, 26]
+
+
+def test_a_thousand_recalls_leak_nothing() -> None:
+    _, cache, outside = filled()
+    store, rng = outside.store, random.Random(2)
+    assert isinstance(store, HostStore)
+    nbytes, alive = cache.nbytes, set()
+    for cycle in range(1000):
+        assert len(outside.recall(rng.sample([*outside.pages], 2))) == 2
+        assert cache.kept() == 40 and outside.tokens == store.tokens == 20
+        if cycle in (500, 999):
+            assert store.bytes == sum(page_bytes(store.get(page)) for page in outside.pages)
+            gc.collect()
+            alive.add(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+    assert cache.nbytes == nbytes and cache.peak_tokens == 40
+    assert outside.summary_bytes <= 4 * 20 * 3 * (16 + 4)
+    assert len(alive) == 1, "as many tensors alive as before"
 
 
 class Forgetful(HostStore):

@@ -91,6 +91,8 @@ class Moved:
         """Return the tokens of all the parts, of which there is at least one, by position."""
         if len(parts) == 1:
             return parts[0]
+        # Pages that do not overlap are in order at once, and need no second copy.
+        parts = sorted(parts, key=lambda part: int(part.positions[0]) if len(part) else -1)
         whole = Moved(
             torch.cat([part.positions for part in parts]),
             torch.cat([part.keys for part in parts], 2),

@@ -133,19 +133,9 @@ class Outside:
         # A pin keeps the rest of a page that comes back from going meanwhile.
         free = ledger["position"][~ledger["pinned"]]
         try:
-            chosen: list[int] = []
-            count = 0
-            for page in wanted:
-                if limit is not None:
-                    self._pin(free, [*chosen, page])
-                    stays = max(sum(ledger.stuck()), 1)
-                    if count + self._sizes[page] + stays > limit:
-                        break
-                chosen.append(page)
-                count += self._sizes[page]
-            self._pin(free, chosen)
+            chosen = wanted if limit is None else self._fitting(wanted, free, limit)
             if limit is not None and chosen:
-                self.cache.shrink(limit - count)
+                self.cache.shrink(limit - self._size(chosen))
             return self._bring(chosen)
         finally:
             self._pin(free, [])
@@ -209,6 +199,23 @@ class Outside:
         budget = self.cache.budget
         return budget is not None and self.cache.kept() + count > budget
 
+    def _fitting(self, pages: list[int], free: Tensor, limit: int) -> list[int]:
+        """Return the first of some pages that fit beside what must stay, and pin them."""
+        ledger = self.cache.ledgers[0]
+
+        def fits(some: list[int]) -> bool:
+            self._pin(free, some)
+            return self._size(some) + max(sum(ledger.stuck()), 1) <= limit
+
+        if not pages or fits(pages):
+            return pages
+        count = next(n for n in range(len(pages)) if not fits(pages[: n + 1]))
+        self._pin(free, pages[:count])
+        return pages[:count]
+
+    def _size(self, pages: Sequence[int]) -> int:
+        return sum(self._sizes[page] for page in pages)
+
     def _pin(self, free: Tensor, pages: Sequence[int]) -> None:
         """Pin, of the positions that nobody else pinned, those of some pages and no other."""
         ledger = self.cache.ledgers[0]
@@ -225,8 +232,11 @@ class Outside:
             return []
         moved = Moved.joined(parts)
         kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
+        known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
+        if bool(known.any()):
+            moved = moved.select(~known)
         try:
-            self.cache.put_back(moved.select(~torch.isin(moved.positions, kept)))
+            self.cache.put_back(moved)
         except MemDecayError:
             self._keep(moved)
             raise
