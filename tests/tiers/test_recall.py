@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from memdecay.engine.moving import Moved
 from memdecay.errors import MemDecayError, ProfileError
 from memdecay.tiers import nbytes as page_bytes
 from memdecay.tiers.recall import Outside
-from memdecay.tiers.stores import HostStore
+from memdecay.tiers.stores import DiskStore, HostStore, Store
 
 HEADS = [(1, 0), (2, 3), (3, 1)]
 
@@ -27,10 +28,11 @@ HEADS = [(1, 0), (2, 3), (3, 1)]
 class Moves(Machine):
     """A machine whose tokens go out by the budget and come back by pages."""
 
-    def __init__(self, name: str, seed: int, **settings: Any) -> None:
+    def __init__(self, name: str, seed: int, store: Store[Any], **settings: Any) -> None:
         super().__init__(name, seed, **settings)
         self.cache.on_forget = self.cache.on_rollback = None
-        self.controller = Outside(self.cache, HostStore(), page_size=4, heads=HEADS)
+        self.controller = Outside(self.cache, store, page_size=4, heads=HEADS)
+        self.store = store
         rolled_back, put_back = self.cache.on_rollback, self.cache.put_back
         assert rolled_back is not None
 
@@ -81,7 +83,7 @@ class Moves(Machine):
             if cache.main.window is None:
                 assert controller.tokens == len(self.out), "all that is gone is outside"
                 assert set(controller.pages) == {at // 4 for at in self.out}
-            assert controller.store.tokens == controller.tokens
+            assert self.store.tokens == controller.tokens
 
 
 SETTINGS = [
@@ -93,8 +95,9 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", range(2))
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral_sliding", "gpt2"])
 @torch.no_grad()
-def test_any_way_out_and_back_equals_the_oracle(name: str, setting: int) -> None:
-    machine = Moves(name, setting, **SETTINGS[setting])
+def test_any_way_out_and_back_equals_the_oracle(name: str, setting: int, tmp_path: Path) -> None:
+    store: Store[Any] = DiskStore(tmp_path) if setting else HostStore()
+    machine = Moves(name, setting, store, **SETTINGS[setting])
     machine.run(25)
     assert machine.returns >= 20
     assert machine.worst(machine.events()) < 1e-4
@@ -296,6 +299,15 @@ def test_what_the_store_cannot_keep_is_dropped() -> None:
     assert outside.recall([2, 1]) == [1]
     assert outside.pages == {} and set(range(4, 8)) <= set(kept(cache))
     assert not set(range(8, 12)) & set(kept(cache))
+
+
+def test_a_part_for_which_there_is_no_room_is_dropped_alone() -> None:
+    _, cache, outside = filled(count=40, page_size=1)
+    outside.store = HostStore(max_tokens=3)
+    for positions in ([8, 9], [10, 11]):
+        outside._forgotten(0, cache.take(positions))
+    assert outside.pages == {2: 2} and outside.store.tokens == 2
+    assert outside.recall([2]) == [2] and {8, 9} <= set(kept(cache))
 
 
 def test_what_cannot_be_done_is_refused() -> None:

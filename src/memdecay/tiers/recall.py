@@ -252,14 +252,21 @@ class Outside:
         """Keep tokens, each with what is outside of its page already."""
         numbers = moved.positions // self.page_size
         for page in numbers.unique().tolist():
-            part = moved.select(numbers == page)
+            part, rest = moved.select(numbers == page), None
             before = self._out(page)
             if before is not None:
                 rest = before.select(~torch.isin(before.positions, part.positions))
                 part = Moved.joined([rest, part])
-            if self.store.put(page, part):
-                self._sizes[page] = len(part)
-                self._summarise(page, part.keys)
+            if not self._store(page, part) and rest is not None and len(rest):
+                self._store(page, rest)
+
+    def _store(self, page: int, part: Moved) -> bool:
+        """Put a page into the store and among the summaries, if there is room for it."""
+        kept = self.store.put(page, part)
+        if kept:
+            self._sizes[page] = len(part)
+            self._summarise(page, part.keys)
+        return kept
 
     def _out(self, page: int) -> Moved | None:
         """Return what is outside of a page, and keep it no longer."""
