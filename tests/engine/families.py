@@ -78,8 +78,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 
-Event = tuple[int, Sequence[int]]
-"""(tokens seen when it happens, positions evicted then)."""
+Event = tuple[int, Sequence[int]] | tuple[int, Sequence[int], int]
+"""(tokens seen when it happens, positions evicted then[, tokens seen when they come back])."""
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -103,15 +103,16 @@ def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
 
 
 def hiding_mask(length: int, events: Sequence[Event], window: int | None) -> Tensor:
-    """Who sees whom in one sequence, when queries after an event do not see what it evicted."""
+    """Who sees whom in one sequence, when queries do not see what is out while it is out."""
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
     visible = key <= query
     if window is not None:
         visible = visible & (key > query - window)
-    for when, evicted in events:
+    for when, evicted, *until in events:
         hidden = torch.zeros(length, dtype=torch.bool)
         hidden[torch.as_tensor(evicted, dtype=torch.int64)] = True
-        visible = visible & ~((query >= when) & hidden)
+        end = until[0] if until else length
+        visible = visible & ~((query >= when) & (query < end) & hidden)
     return visible[None, None]
 
 

@@ -19,6 +19,7 @@ from memdecay.engine.forward import Forward
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.known import with_known
 from memdecay.engine.ledger import Labels, Ledger
+from memdecay.engine.moving import Moved, check_back, check_taken, copy_out, movable, put_in
 from memdecay.engine.replay import LEAST, PIECE, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
@@ -174,6 +175,10 @@ class MemDecayCache(AttachedCache):
     prompt, also those of one token; `stepping`, that a forward of several tokens stands for as many
     decode steps (their observation is one, of its last queries, and comes after them).
 
+    Whoever keeps what is evicted elsewhere sets `on_forget`: it is called with the row and the
+    tokens before the budget evicts them; and `on_rollback`, called with how many tokens of the
+    sequence are left. Where all layers slide, what leaves the window is not given away.
+
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
@@ -270,6 +275,10 @@ class MemDecayCache(AttachedCache):
         self.on_evict: Callable[[Evicted], None] | None = None
         self.on_observe: Callable[[int, Tensor, Tensor], None] | None = None
         self.on_heads: Callable[[int, Tensor], None] | None = None
+        self.on_forget: Callable[[int, Moved], None] | None = None
+        self.on_rollback: Callable[[int], None] | None = None
+        self.on_queries: Callable[[int, Tensor], None] | None = None
+        self.listened = Watch((), self.layout)
         self._clear()
         super().__init__(
             layers=[
@@ -368,6 +377,12 @@ class MemDecayCache(AttachedCache):
     def reset(self) -> None:
         """Forget everything; the pools are freed."""
         self._clear()
+        self.rolled_back()
+
+    def rolled_back(self) -> None:
+        """Tell who keeps tokens outside that those from `seen` on are not of the sequence."""
+        if self.on_rollback is not None:
+            self.on_rollback(self.seen)
 
     @_lasting
     def crop(self, tokens_to_remove: int) -> None:
@@ -671,6 +686,9 @@ class MemDecayCache(AttachedCache):
             self.ledgers[row].observe_heads(peak, self.clock_of(self.ledgers[row]))
             if self.on_heads is not None:
                 self.on_heads(row, peak)
+        if self.on_queries is not None:
+            for row, queries in enumerate(forward.queries()):
+                self.on_queries(row, queries)
         for ledger in self.ledgers if self._head is not None else ():
             ledger.trim()
         if self.stepping and forward.count > 1:
@@ -843,11 +861,15 @@ class MemDecayCache(AttachedCache):
             )
         for number, table in enumerate(self.tables):
             need = max(length + extra for length, extra in zip(table.lengths, new, strict=True))
-            if need > table.capacity:
-                capacity = max(need, table.capacity + table.capacity // 2)
-                if self.budget is not None and not self.by_head:
-                    capacity = min(capacity, max(need, self.budget))
-                self._grow(number, table, capacity)
+            self._fit_table(number, table, need)
+
+    def _fit_table(self, number: int, table: SlotTable, need: int) -> None:
+        """Grow a table that has fewer slots than it will need."""
+        if need > table.capacity:
+            capacity = max(need, table.capacity + table.capacity // 2)
+            if self.budget is not None and not self.by_head:
+                capacity = min(capacity, max(need, self.budget))
+            self._grow(number, table, capacity)
 
     def _at_least(self, ledger: Ledger, excess: int) -> int:
         """Return the excess, or what the policy would free at once if it can spare more."""
@@ -874,13 +896,22 @@ class MemDecayCache(AttachedCache):
     def _evict_excess(self, excess: list[int]) -> None:
         """Evict by the policy, so many tokens of each row; all rows or none."""
         rows = [row for row, number in enumerate(excess) if number > 0]
+        if rows and self.on_forget is not None:
+            movable(self)
         for row in rows:
             self._release_queries(row)
         plans = [
             self.ledgers[row].plan(excess[row], self.clock_of(self.ledgers[row])) for row in rows
         ]
         for row, gone in zip(rows, plans, strict=True):
-            self._drop(row, gone)
+            self._forget(row, gone)
+
+    @uninterrupted
+    def _forget(self, row: int, gone: Tensor) -> None:
+        """Evict tokens of a row, once whoever wants them has them."""
+        if self.on_forget is not None:
+            self.on_forget(row, copy_out(self, gone))
+        self._drop(row, gone)
 
     @uninterrupted
     def _slide(self, number: int, table: SlotTable, new: int) -> None:
@@ -972,6 +1003,79 @@ class MemDecayCache(AttachedCache):
                     f"{still_open} more."
                 )
         self._evict_excess(excess)
+
+    # Out and back
+
+    @uninterrupted
+    @_lasting
+    def take(self, positions: Tensor | Sequence[int]) -> Moved:
+        """Evict tokens of the one sequence, and return them for `put_back`.
+
+        Args:
+            positions: int64, true positions of kept tokens that no pin keeps.
+
+        Returns:
+            Copies, on the device of the cache.
+
+        Raises:
+            MemDecayError: a position is not kept or is pinned, the cache does not hold exactly one
+                sequence without padding, or its heads keep their own tokens; nothing has changed.
+        """
+        ledger = movable(self)
+        wanted = torch.as_tensor(positions, dtype=torch.int64, device=self.layout.device)
+        gone = check_taken(ledger, wanted.unique())
+        self._release_queries()
+        moved = copy_out(self, gone)
+        if len(moved):
+            self._drop(0, gone)
+        return moved
+
+    @uninterrupted
+    @_lasting
+    def put_back(self, moved: Moved) -> None:
+        """Let tokens be kept again that `take` or `on_forget` gave away, exactly as they were.
+
+        The next token sees them at their true positions, as if they had never left; those that
+        were read meanwhile have not seen them. They must come from this sequence: after a rollback
+        (`on_rollback`) what was at later positions is not of it any more.
+
+        Args:
+            moved: on any device.
+
+        Raises:
+            MemDecayError: it is of another model or policy, a position is kept already or was not
+                seen yet, or as for `take`; nothing has changed.
+            BudgetError: there is no room for all of it.
+        """
+        moved = check_back(self, moved)
+        if len(moved):
+            self._release_queries()
+            put_in(self, moved)
+
+    def listen(
+        self,
+        heads: Sequence[tuple[int, int]],
+        heard: Callable[[int, Tensor], None] | None,
+    ) -> None:
+        """Hand out what some heads ask for in every forward from now on.
+
+        Args:
+            heads: (layer, query head) each.
+            heard: called after a forward with the row and `(number of heads, tokens, head_dim)`,
+                the queries of its new tokens, rotated as they met the keys; None to stop.
+
+        Raises:
+            MemDecayError: the heads of this cache keep their own tokens.
+            ProfileError: the model has no such layer or head.
+        """
+        if self.by_head:
+            raise MemDecayError(
+                f"policy {self.policy.name!r} lets heads keep their own tokens, but queries are "
+                f"handed out only where all heads keep the same."
+            )
+        watch = Watch(heads, self.layout)
+        self.listened = watch if heard is not None else Watch((), self.layout)
+        self.on_queries = heard
 
     # Idle time
 
@@ -1151,6 +1255,7 @@ class MemDecayCache(AttachedCache):
             ledger.rewind(count - (len(padding) - still))
             del padding[still:]
         self.seen = keep_below
+        self.rolled_back()
 
     def _select_rows(self, rows: Tensor) -> None:
         if not self.rows:
@@ -1187,6 +1292,8 @@ class MemDecayCache(AttachedCache):
         other._labels, other._slabs = [], {}
         other._running = other._repeating = other._rollback_point = None
         other.on_evict = other.on_observe = other.on_heads = None
+        other.on_forget = other.on_rollback = other.on_queries = None
+        other.listened = Watch((), self.layout)
         return other
 
     @_lasting

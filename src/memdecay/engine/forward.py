@@ -64,6 +64,7 @@ class Forward(AttachedForward):
         self.sums: dict[int | None, Tensor] = {}
         self._window_rows: Tensor | None = None
         self._peaks: dict[int | None, Tensor] = {}
+        self._queries: dict[int, Tensor] = {}
 
     # Masks
 
@@ -157,6 +158,8 @@ class Forward(AttachedForward):
                 rank,
                 peak_attention(self, query[:, head], keys, index, attention_mask, scale, softcap),
             )
+        for rank, head in self.cache.listened.by_layer.get(self.layer, ()):
+            self._queries[rank] = query[:, head].detach().clone()
         return out, None
 
     def _note_peak(self, rank: int, peak: Tensor) -> None:
@@ -265,6 +268,15 @@ class Forward(AttachedForward):
             masses[row, max(0, queries - new) :, :length].t()
             for row, (new, length) in enumerate(zip(self.new, self.cache.main.lengths, strict=True))
         ]
+
+    def queries(self) -> list[Tensor]:
+        """Return for each row `(heads, new, head_dim)`, of the heads listened to; [] if none."""
+        if not self._queries:
+            return []
+        by_head = torch.stack([self._queries[rank] for rank in range(len(self._queries))], 1)
+        if self.real is None:
+            return list(by_head)
+        return [row[:, mine] for row, mine in zip(by_head, self.real, strict=True)]
 
     def peaks(self) -> list[Tensor]:
         """Return for each row `(heads, kv_len)`, what each watched head gave most; [] if none."""

@@ -325,6 +325,21 @@ class Ledger:
         self.num_pages = int(kept.sum())
         self.latest_page = int(self["page"].max()) if self.length else -1
 
+    def put_back(self, columns: Mapping[str, Tensor]) -> None:
+        """Enter tokens that were kept before, in the slots after the last one (mutates).
+
+        Args:
+            columns: all of them, `(n,)` each; the pages are numbered anew.
+        """
+        fresh = slice(self.length, self.length + len(columns["position"]))
+        for name, column in columns.items():
+            self.columns[name][fresh] = column
+        self.queries[fresh] = 0
+        self.length = fresh.stop
+        pages, page_index = self["page"].unique(return_inverse=True)
+        self["page_index"].copy_(page_index)
+        self.num_pages, self.latest_page = len(pages), int(pages[-1])
+
     def rewind(self, count: int) -> None:
         """Forget that the last `count` tokens were seen; their slots are already gone (mutates).
 

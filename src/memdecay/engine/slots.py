@@ -175,6 +175,22 @@ class SlotTable:
         self.lengths[row] = length
         return move
 
+    def find(self, row: int, wanted: Tensor) -> Tensor:
+        """Return `(n,)` int64, the slot of each of these indices in a row; -1 for none."""
+        index = self.index[row, : self.lengths[row]]
+        if not len(index):
+            return torch.full_like(wanted, -1)
+        order = index.argsort()
+        slot = order[torch.searchsorted(index[order], wanted).clamp_(max=len(index) - 1)]
+        return torch.where(index[slot] == wanted, slot, -1)
+
+    def put_back(self, row: int, indices: Tensor) -> int:
+        """Give slots to `(n,)` tokens of earlier; returns the first of those slots (mutates)."""
+        start = self.lengths[row]
+        self.index[row, start : start + len(indices)] = indices
+        self.lengths[row] = start + len(indices)
+        return start
+
     def truncate(self, lengths: list[int]) -> None:
         """Take back the latest appends, until rows have these lengths again (mutates)."""
         for row, length in enumerate(lengths):
@@ -283,6 +299,11 @@ class KVPool:
         """Store those of the slots that `take` returned, from slot `start` on."""
         chosen = taken[:, :, which]
         self.kv[:, 0, :, start : start + chosen.shape[2]] = chosen
+
+    def put_back(self, start: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values of the first row, `(num_kv_heads, n, head_dim)`, from a slot on."""
+        for kind, back in enumerate((keys, values)):
+            self.kv[kind, 0, :, start : start + back.shape[1]].copy_(back)
 
     def saved(self, width: int) -> dict[str, Tensor]:
         """Return what `restored` needs, by the ends of its names."""

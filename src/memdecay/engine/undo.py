@@ -73,6 +73,11 @@ class Checkpoint:
             cache.reset()
             cache.__dict__.update(counted)
             return
+        # What came back meanwhile was evicted before, so it goes again.
+        position = cache.ledgers[0]["position"]
+        again = (position < self._seen) & ~torch.isin(position, self._ledger["position"])
+        if bool(again.any()):
+            cache._forget(0, again)
         for number, saved in enumerate(self._saved):
             self._put_back(number, saved)
         self._put_back_ledger()
@@ -82,6 +87,7 @@ class Checkpoint:
             peak = cache.peak_tokens
             cache.__dict__.update(self._evictions)
             cache.peak_tokens = peak
+        cache.rolled_back()
 
     def _copy(self, number: int, chosen: Tensor, whole: bool) -> _Saved:
         cache = self._cache

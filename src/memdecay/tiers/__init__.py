@@ -1,0 +1,25 @@
+"""What becomes of pages that lose their place in a cache, so that they can come back."""
+
+from memdecay.tiers.packing import nbytes
+from memdecay.tiers.quantized import BITS, Quantized, quantize
+from memdecay.tiers.recall import Outside, PageStore
+from memdecay.tiers.stores import DiskStore, HostStore, Store, TierWarning
+from memdecay.tiers.summaries import Summaries, rank
+from memdecay.tiers.words import Words, rank_by_words
+
+__all__ = [
+    "BITS",
+    "DiskStore",
+    "HostStore",
+    "Outside",
+    "PageStore",
+    "Quantized",
+    "Store",
+    "Summaries",
+    "TierWarning",
+    "Words",
+    "nbytes",
+    "quantize",
+    "rank",
+    "rank_by_words",
+]

@@ -1,0 +1,301 @@
+"""The way out of a cache and back: what it forgets is kept by pages, and the best are recalled.
+
+A turn is looked at once for its queries and taken back; the pages outside that these queries would
+look at come back into the budget, in exchange for the worst that are kept; then the turn is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.interrupts import uninterrupted
+from memdecay.engine.moving import Moved, movable
+from memdecay.engine.undo import Checkpoint
+from memdecay.errors import MemDecayError
+from memdecay.tiers.quantized import Quantized
+from memdecay.tiers.summaries import Summaries, rank
+
+_Result = TypeVar("_Result")
+
+
+class PageStore(Protocol):
+    """What pages outside are kept in, such as a `HostStore` or a `DiskStore`."""
+
+    def put(self, page_id: int, page: Moved) -> bool:
+        """Keep a page, of which there is none; False if there is no room for it."""
+
+    def pop(self, page_id: int) -> Moved | Quantized | None:
+        """Return a page and forget it; None if it was lost."""
+
+
+class Outside:
+    """The pages that a cache of one sequence has forgotten, and the way back for them.
+
+    From now on all that the budget evicts is kept in the store, until it comes back or there is no
+    room for it there. A page is `page_size` neighbours in the sequence, whatever the pages of the
+    cache are; a part of it may be outside while the rest is kept. Nothing here goes with a copy of
+    the cache, and where all layers slide, what leaves the window is not kept either.
+
+    Args:
+        cache: whose `on_forget` and `on_rollback` are taken.
+        store: where pages are kept; it must be empty, and nobody else's.
+        page_size: tokens a page.
+        heads: (layer, query head) each, by whose keys pages are found; those that the policy of
+            the cache watches if None.
+
+    Raises:
+        MemDecayError: `page_size` is not an integer of at least 1, the cache has another listener
+            already, or its heads keep their own tokens.
+        ProfileError: the model has no such head.
+    """
+
+    def __init__(
+        self,
+        cache: MemDecayCache,
+        store: PageStore,
+        *,
+        page_size: int = 16,
+        heads: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        _check_integer("page_size", page_size, 1)
+        if cache.on_forget is not None or cache.on_rollback is not None:
+            raise MemDecayError("The cache has what it forgets kept by somebody else already.")
+        self.heads = cache.watch.heads if heads is None else tuple(heads)
+        cache.listen(self.heads, None)
+        self.cache = cache
+        self.store = store
+        self.page_size = page_size
+        self._sizes: dict[int, int] = {}
+        self._summaries: Summaries | None = None
+        cache.on_forget = self._forgotten
+        cache.on_rollback = self._rolled_back
+
+    # What is outside
+
+    @property
+    def pages(self) -> dict[int, int]:
+        """For each page of which some is outside, how many tokens are."""
+        return dict(self._sizes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens outside."""
+        return sum(self._sizes.values())
+
+    @property
+    def summary_bytes(self) -> int:
+        """Bytes of what pages are found by."""
+        return self._summaries.bytes if self._summaries is not None else 0
+
+    def best(self, queries: Tensor, count: int) -> list[int]:
+        """Return the pages outside that these queries would look at most, best first.
+
+        Args:
+            queries: `(heads, n, head_dim)`, as `look` returns them.
+            count: at most how many pages.
+        """
+        _check_integer("count", count, 0)
+        if self._summaries is None or not count:
+            return []
+        order = rank(queries, self._summaries).argsort(descending=True, stable=True)
+        pages = self._summaries.pages
+        return [pages[number] for number in order[:count].tolist()]
+
+    # The way back
+
+    @uninterrupted
+    def recall(self, pages: Sequence[int], *, room: int = 0) -> list[int]:
+        """Bring pages back, in exchange for the worst tokens that are kept.
+
+        What is kept of these pages stays. The budget holds at every moment: the worst go first.
+
+        Args:
+            pages: best first; those that are not outside are passed over.
+            room: tokens of the budget to leave free, for what is read next.
+
+        Returns:
+            The pages that came back: as many, from the first on, as the budget can hold beside
+            what pins keep, the page being filled and `room`.
+
+        Raises:
+            MemDecayError: `room` is not an integer of at least 0, or the cache does not hold
+                exactly one sequence without padding.
+        """
+        _check_integer("room", room, 0)
+        ledger = movable(self.cache)
+        wanted = [page for page in dict.fromkeys(pages) if page in self._sizes]
+        limit = None if self.cache.budget is None else self.cache.budget - room
+        # A pin keeps the rest of a page that comes back from going meanwhile.
+        free = ledger["position"][~ledger["pinned"]]
+        try:
+            chosen = wanted if limit is None else self._fitting(wanted, free, limit)
+            if limit is not None and chosen:
+                self.cache.shrink(limit - self._size(chosen))
+            return self._bring(chosen)
+        finally:
+            self._pin(free, [])
+
+    def look(self, run: Callable[[], object], count: int) -> Tensor:
+        """Read a turn only for what it asks for, and take it back.
+
+        Everything is as before, except that what the budget evicted for it is outside.
+
+        Args:
+            run: reads the turn: labels its tokens and runs them. It is called once.
+            count: tokens of the turn, or more.
+
+        Returns:
+            `(heads, tokens read, head_dim)`, the queries of `heads`.
+
+        Raises:
+            MemDecayError: there are no heads to listen to, or nothing was read.
+        """
+        if not self.heads:
+            raise MemDecayError(
+                f"heads is empty, as policy {self.cache.policy.name!r} watches none for this "
+                f"model, but pages are found by at least one head."
+            )
+        heard: list[Tensor] = []
+        checkpoint = Checkpoint(self.cache, count)
+        self.cache.listen(self.heads, lambda row, queries: heard.append(queries))
+        try:
+            run()
+        finally:
+            self.cache.listen((), None)
+            checkpoint.restore()
+        if not heard:
+            raise MemDecayError("run read no tokens, but a turn is looked at by what it reads.")
+        return torch.cat(heard, 1)
+
+    def read(
+        self, run: Callable[[], _Result], count: int, *, pages: int = 8, room: int = 0
+    ) -> _Result:
+        """Read a turn with the pages outside that it asks for.
+
+        Args:
+            run: reads the turn, as for `look`. It is called twice, unless nothing is outside.
+            count: tokens of the turn, or more.
+            pages: at most how many come back.
+            room: tokens to leave free beside those of the turn, such as for an answer. For both
+                together at most half of the budget is left free.
+
+        Returns:
+            What the second call of `run` returned.
+        """
+        _check_integer("pages", pages, 0)
+        _check_integer("room", room, 0)
+        if pages and self.cache.seen and (self._sizes or self._overflows(count)):
+            wanted = self.best(self.look(run, count), pages)
+            half = self.cache.budget // 2 if self.cache.budget is not None else 0
+            self.recall(wanted, room=min(count + room, half))
+        return run()
+
+    def _overflows(self, count: int) -> bool:
+        budget = self.cache.budget
+        return budget is not None and self.cache.kept() + count > budget
+
+    def _fitting(self, pages: list[int], free: Tensor, limit: int) -> list[int]:
+        """Return the first of some pages that fit beside what must stay, and pin them."""
+        ledger = self.cache.ledgers[0]
+
+        def fits(some: list[int]) -> bool:
+            self._pin(free, some)
+            return self._size(some) + max(sum(ledger.stuck()), 1) <= limit
+
+        if not pages or fits(pages):
+            return pages
+        count = next(n for n in range(len(pages)) if not fits(pages[: n + 1]))
+        self._pin(free, pages[:count])
+        return pages[:count]
+
+    def _size(self, pages: Sequence[int]) -> int:
+        return sum(self._sizes[page] for page in pages)
+
+    def _pin(self, free: Tensor, pages: Sequence[int]) -> None:
+        """Pin, of the positions that nobody else pinned, those of some pages and no other."""
+        ledger = self.cache.ledgers[0]
+        position = ledger["position"]
+        numbers = torch.tensor(pages, dtype=torch.int64, device=position.device)
+        ours = torch.isin(position, free)
+        ledger["pinned"][ours] = torch.isin(position[ours] // self.page_size, numbers)
+
+    def _bring(self, pages: Sequence[int]) -> list[int]:
+        """Put pages back for which there is room; returns those that were not lost."""
+        found = {page: self._out(page) for page in pages}
+        parts = [part for part in found.values() if part is not None]
+        if not parts:
+            return []
+        moved = Moved.joined(parts)
+        kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
+        known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
+        if bool(known.any()):
+            moved = moved.select(~known)
+        try:
+            self.cache.put_back(moved)
+        except MemDecayError:
+            self._keep(moved)
+            raise
+        return [page for page, part in found.items() if part is not None]
+
+    # The way out
+
+    def _forgotten(self, row: int, moved: Moved) -> None:
+        """Keep what the cache is about to evict."""
+        self._keep(moved.to("cpu"))
+
+    def _keep(self, moved: Moved) -> None:
+        """Keep tokens, each with what is outside of its page already."""
+        numbers = moved.positions // self.page_size
+        for page in numbers.unique().tolist():
+            part, rest = moved.select(numbers == page), None
+            before = self._out(page)
+            if before is not None:
+                rest = before.select(~torch.isin(before.positions, part.positions))
+                part = Moved.joined([rest, part])
+            if not self._store(page, part) and rest is not None and len(rest):
+                self._store(page, rest)
+
+    def _store(self, page: int, part: Moved) -> bool:
+        """Put a page into the store and among the summaries, if there is room for it."""
+        kept = self.store.put(page, part)
+        if kept:
+            self._sizes[page] = len(part)
+            self._summarise(page, part.keys)
+        return kept
+
+    def _out(self, page: int) -> Moved | None:
+        """Return what is outside of a page, and keep it no longer."""
+        if self._sizes.pop(page, None) is None:
+            return None
+        if self._summaries is not None:
+            self._summaries.remove(page)
+        found = self.store.pop(page)
+        return found.restore() if isinstance(found, Quantized) else found
+
+    def _summarise(self, page: int, keys: Tensor) -> None:
+        if not self.heads:
+            return
+        if self._summaries is None:
+            layout = self.cache.layout
+            per_kv = layout.num_heads // layout.num_kv_heads
+            self._summaries = Summaries(self.heads, heads_per_kv=per_kv, head_dim=keys.shape[-1])
+        self._summaries.add(page, keys)
+
+    def _rolled_back(self, seen: int) -> None:
+        """Forget what the sequence has not seen any more."""
+        for page in [page for page in self._sizes if (page + 1) * self.page_size > seen]:
+            moved = self._out(page)
+            if moved is not None:
+                self._keep(moved.select(moved.positions < seen))
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise MemDecayError(
+            f"{name} is {value!r}, but it must be an integer of at least {minimum}."
+        )

@@ -1,0 +1,302 @@
+"""Where pages are kept outside of a cache: in memory, or in a file that nobody else can open."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import errno
+import os
+import tempfile
+import threading
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from memdecay.errors import MemDecayError
+from memdecay.tiers.extents import Extents
+from memdecay.tiers.packing import Layout, nbytes, pack, unpack
+
+if TYPE_CHECKING:
+    from memdecay.tiers.packing import Page
+
+_Place = TypeVar("_Place")
+
+
+class TierWarning(UserWarning):
+    """A page outside was dropped, not for its score but because it could not be kept."""
+
+
+class Store(abc.ABC, Generic[_Place]):
+    """Pages by number, within limits; what comes out is to the bit what went in.
+
+    One thread may put and pop while another gets. A page comes out on the CPU, as views of memory
+    that the store may still hold: it is to be read, not written to.
+
+    Args:
+        max_tokens: tokens that it may hold, None for any number.
+        max_bytes: bytes that its pages may take, likewise.
+
+    Raises:
+        MemDecayError: a limit is not an integer of at least 0.
+    """
+
+    def __init__(self, *, max_tokens: int | None = None, max_bytes: int | None = None) -> None:
+        for name, limit in (("max_tokens", max_tokens), ("max_bytes", max_bytes)):
+            integer = isinstance(limit, int) and not isinstance(limit, bool)
+            if limit is not None and not (integer and limit >= 0):
+                raise MemDecayError(
+                    f"{name} is {limit!r}, but it must be an integer of at least 0, or None."
+                )
+        self.max_tokens = max_tokens
+        self.max_bytes = max_bytes
+        self._tokens = 0
+        self._bytes = 0
+        self._pages: dict[int, tuple[Layout, _Place]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._pages
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the numbers of its pages, in the order in which they came."""
+        with self._lock:
+            return iter([*self._pages])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its pages."""
+        return self._tokens
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its pages."""
+        return self._bytes
+
+    def put(self, page_id: int, page: Page) -> bool:
+        """Keep a page, if there is room (mutates).
+
+        Args:
+            page_id: its number.
+            page: it is copied.
+
+        Returns:
+            False if a limit or a full disk leaves no room for it; then nothing has changed.
+
+        Raises:
+            MemDecayError: the store has a page of this number, or the page has no tokens.
+        """
+        if page_id in self._pages:
+            raise MemDecayError(f"page_id is {page_id!r}, but that page is in the store already.")
+        if not len(page.positions):
+            raise MemDecayError(f"Page {page_id!r} has no tokens, but it must have at least one.")
+        if not self._has_room(len(page.positions), nbytes(page)):
+            return False
+        buffer, layout = self._pack(page)
+        try:
+            with self._lock:
+                self._pages[page_id] = layout, self._keep(buffer)
+                self._tokens += layout.tokens
+                self._bytes += layout.nbytes
+        except OSError as error:
+            _warn("could not be kept", error)
+            return False
+        return True
+
+    def get(self, page_id: int) -> Page | None:
+        """Return a page, or None if it is not there or was lost."""
+        return self._out(page_id, stays=True)
+
+    def pop(self, page_id: int) -> Page | None:
+        """Return a page and forget it (mutates), or None if it is not there or was lost."""
+        return self._out(page_id, stays=False)
+
+    def discard(self, page_id: int) -> None:
+        """Forget a page without reading it, if it is there (mutates)."""
+        with self._lock:
+            if page_id in self._pages:
+                self._forget(page_id)
+
+    def _out(self, page_id: int, *, stays: bool) -> Page | None:
+        lost: OSError | None = None
+        with self._lock:
+            if page_id not in self._pages:
+                return None
+            layout, place = self._pages[page_id]
+            try:
+                buffer = self._fetch(place)
+            except OSError as error:
+                lost = error
+            if lost or not stays:
+                self._forget(page_id)
+        if lost:
+            _warn("is lost", lost)
+            return None
+        return cast("Page", unpack(buffer, layout))
+
+    def _forget(self, page_id: int) -> None:
+        layout, place = self._pages.pop(page_id)
+        self._tokens -= layout.tokens
+        self._bytes -= layout.nbytes
+        self._free(place)
+
+    def _has_room(self, tokens: int, size: int) -> bool:
+        enough_tokens = self.max_tokens is None or self._tokens + tokens <= self.max_tokens
+        return enough_tokens and (self.max_bytes is None or self._bytes + size <= self.max_bytes)
+
+    def _pack(self, page: Page) -> tuple[Tensor, Layout]:
+        return pack(page)
+
+    @abc.abstractmethod
+    def _keep(self, buffer: Tensor) -> _Place:
+        """Keep these bytes and return where; OSError if that cannot be done."""
+
+    @abc.abstractmethod
+    def _fetch(self, place: _Place) -> Tensor:
+        """Return the bytes that are kept there; OSError if they are lost."""
+
+    @abc.abstractmethod
+    def _free(self, place: _Place) -> None:
+        """Let go of what is kept there."""
+
+
+class HostStore(Store[Tensor]):
+    """Pages in the memory of the host; pinned where they come from a GPU, to copy back fast.
+
+    Arguments and errors are those of `Store`.
+    """
+
+    def _pack(self, page: Page) -> tuple[Tensor, Layout]:
+        return pack(page, pinned=page.positions.is_cuda)
+
+    def _keep(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def _fetch(self, place: Tensor) -> Tensor:
+        return place
+
+    def _free(self, place: Tensor) -> None:
+        pass  # with the last reference
+
+
+@dataclass(frozen=True)
+class _Extent:
+    start: int
+    size: int
+    checksum: int
+
+
+class DiskStore(Store[_Extent]):
+    """Pages in one file without a name, which ends with this process however it ends.
+
+    Where the system allows it the file never has a name (`O_TMPFILE`); else it is made for this
+    user alone and unlinked before anything is written, and on Windows deleted by the system when
+    it is closed. So any number of stores may share a directory.
+
+    A page that cannot be written is not kept, and one that does not come back as it was written,
+    by its checksum, is forgotten; both with a `TierWarning`, and never with an error. The file is
+    not mapped: a mapped file that loses its blocks ends the process, a read says so.
+
+    Args:
+        directory: of the file; None for the system's directory of temporary files, which on some
+            systems is memory.
+        max_tokens: tokens that it may hold, None for any number.
+        max_bytes: bytes that its pages may take, likewise.
+
+    Raises:
+        MemDecayError: no file can be made in the directory, or a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        super().__init__(max_tokens=max_tokens, max_bytes=max_bytes)
+        try:
+            made = tempfile.TemporaryFile(  # noqa: SIM115
+                buffering=0, prefix=".memdecay-", dir=directory
+            )
+        except (OSError, TypeError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise MemDecayError(
+                f"directory is {directory!r}, but no file can be made there: {reason}."
+            ) from error
+        self._file: Any = made
+        self._extents = Extents()
+        self._closed = weakref.finalize(self, self._file.close)
+
+    @property
+    def file_bytes(self) -> int:
+        """The length of the file: its pages, and gaps between them."""
+        return self._extents.end
+
+    def close(self) -> None:
+        """Forget all pages and give the disk space back; the store keeps nothing from then on."""
+        with self._lock:
+            for page_id in [*self._pages]:
+                self._forget(page_id)
+            self._closed()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _keep(self, buffer: Tensor) -> _Extent:
+        if not self._closed.alive:
+            raise OSError(errno.EBADF, "the store is closed")
+        content = buffer.numpy().data
+        extent = _Extent(self._extents.take(len(content)), len(content), zlib.crc32(content))
+        try:
+            self._file.seek(extent.start)
+            while content:
+                content = content[self._file.write(content) :]
+        except BaseException:
+            self._free(extent)
+            raise
+        return extent
+
+    def _fetch(self, place: _Extent) -> Tensor:
+        buffer = torch.empty(place.size, dtype=torch.uint8)
+        content = buffer.numpy().data
+        self._file.seek(place.start)
+        rest = content
+        while rest and (count := self._file.readinto(rest)):
+            rest = rest[count:]
+        if rest or zlib.crc32(content) != place.checksum:
+            raise OSError(errno.EIO, "what is read is not what was written")
+        return buffer
+
+    def _free(self, place: _Extent) -> None:
+        before = self._extents.end
+        self._extents.give_back(place.start, place.size)
+        if self._extents.end < before:
+            # What cannot be cut off now is written over later.
+            with contextlib.suppress(OSError, ValueError):
+                self._file.truncate(self._extents.end)
+
+
+def _warn(what: str, error: OSError) -> None:
+    warnings.warn(
+        f"A page outside {what} and is dropped: {error.strerror or error}.",
+        TierWarning,
+        stacklevel=4,
+    )

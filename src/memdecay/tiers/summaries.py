@@ -1,0 +1,133 @@
+"""What stays of a page outside so that later queries can find it: the keys of a few telling heads.
+
+A page outside is worth bringing back if a new query would look at it, and which pages that are a
+few heads tell: those of the profile's evidence. So of each page their keys are kept, at 8 bits,
+and new queries of these heads are held against all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memdecay.errors import MemDecayError
+from memdecay.policy.evidence import standardised
+from memdecay.tiers.runs import Runs
+
+_TOP = 127
+_AT_ONCE = 1 << 18
+"""Dot products that are held at once; they fit into a core's cache."""
+
+
+class Summaries:
+    """The keys of some heads for each page outside, at 8 bits, as one array over all pages.
+
+    A key is head_dim codes and one scale of its own, so it takes head_dim + 4 bytes. Query heads
+    that share a KV head share its keys. Not for several threads at once.
+
+    Args:
+        heads: (layer, query head) each, such as those of the profile's evidence.
+        heads_per_kv: query heads that share a KV head.
+        head_dim: of the model.
+
+    Raises:
+        MemDecayError: there are no heads.
+    """
+
+    def __init__(
+        self, heads: Sequence[tuple[int, int]], *, heads_per_kv: int, head_dim: int
+    ) -> None:
+        if not heads:
+            raise MemDecayError("heads is empty, but pages outside are found by at least one head.")
+        self.heads = tuple(heads)
+        kv_heads = [(layer, head // heads_per_kv) for layer, head in heads]
+        self.kv_heads = tuple(dict.fromkeys(kv_heads))
+        self._kv_of = [self.kv_heads.index(one) for one in kv_heads]
+        layers, numbers = zip(*self.kv_heads, strict=True)
+        self._layers, self._numbers = torch.tensor(layers), torch.tensor(numbers)
+        count = len(self.kv_heads)
+        self._runs = Runs(
+            codes=torch.empty(count, 0, head_dim, dtype=torch.int8), scale=torch.empty(count, 0)
+        )
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._runs
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that are there, in the order of `rank`."""
+        return self._runs.pages
+
+    @property
+    def bytes(self) -> int:
+        """All that is allocated, at most 1.6 times what the pages that are there need."""
+        return self._runs.bytes
+
+    def add(self, page_id: int, keys: Tensor) -> None:
+        """Add a page that is not there (mutates).
+
+        Args:
+            page_id: its number.
+            keys: (num_layers, num_kv_heads, n, head_dim), all keys of the page, n at least 1.
+        """
+        watched = keys[self._layers.to(keys.device), self._numbers.to(keys.device)]
+        codes, scale = _coded(watched.cpu().float(), -1)
+        self._runs.add(page_id, codes=codes, scale=scale.squeeze(-1))
+
+    def remove(self, page_id: int) -> None:
+        """Remove a page that is there (mutates)."""
+        self._runs.remove(page_id)
+
+
+@torch.no_grad()
+def rank(queries: Tensor, summaries: Summaries) -> Tensor:
+    """Say of each page outside how much these queries would look at it.
+
+    For head h and page p, m_h,p = max over the queries i and the page's tokens t of q_i · k_t; the
+    pages of a head are standardised, so the factor of its logits does not matter; a page gets the
+    mean of its heads. The queries of a head are held against the keys at 8 bits as well.
+
+    Args:
+        queries: (heads, n, head_dim) in the order of `summaries.heads`, rotated as they were in
+            their forward; n at least 1.
+        summaries: of the pages.
+
+    Returns:
+        (num_pages,) float32, in the order of `summaries.pages`, higher for what to bring back.
+
+    Raises:
+        MemDecayError: the queries are of other heads.
+    """
+    runs = summaries._runs
+    codes, scale = runs["codes"], runs["scale"]
+    heads, count, head_dim = len(summaries.heads), queries.shape[1], codes.shape[2]
+    if queries.shape != (heads, count, head_dim) or not count:
+        raise MemDecayError(
+            f"queries has shape {tuple(queries.shape)}, but it must be ({heads}, n, {head_dim}) "
+            f"with n at least 1."
+        )
+    if not len(summaries):
+        return torch.zeros(0)
+    asked, size = _coded(queries.cpu().float(), (-2, -1))
+    most = torch.empty(heads, codes.shape[1])
+    step = max(1, _AT_ONCE // count)
+    for head, kv_head in enumerate(summaries._kv_of):
+        for start in range(0, codes.shape[1], step):
+            part = slice(start, start + step)
+            products = torch._int_mm(asked[head], codes[kv_head, part].T)
+            most[head, part] = products.amax(0)
+        most[head].mul_(scale[kv_head]).mul_(size[head, 0])
+    by_page = runs.most(most)
+    return torch.stack([standardised(one) for one in by_page]).mean(0)
+
+
+def _coded(numbers: Tensor, axes: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return numbers that share a scale along some axes as int8, and the scales."""
+    scale = numbers.abs().amax(axes, keepdim=True) / _TOP
+    codes = (numbers / scale.masked_fill(scale == 0, 1)).round_().to(torch.int8)
+    return codes, scale
