@@ -73,7 +73,10 @@ class Summaries:
 
     @property
     def bytes(self) -> int:
-        """All that is allocated: 8 bytes a channel, and at most 1.5 times what the pages that are there need."""
+        """All that is allocated, at most 1.5 times what the pages that are there need.
+
+        Beside that it is 8 bytes for each channel of each KV head.
+        """
         return self._runs.bytes + self._mean.nbytes + self._deviation.nbytes
 
     def add(self, page_id: int, keys: Tensor) -> None:
