@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-GROWTH = 1.25
+GROWTH = 1.2
 """Room for rows to come, when there is none: a compromise of copying with unused memory."""
 DEAD = 0.2
 """Share of the rows in use that may be of pages that are gone, before the holes are closed."""

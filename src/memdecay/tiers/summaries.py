@@ -19,13 +19,18 @@ from memdecay.tiers.runs import Runs
 _TOP = 127
 _AT_ONCE = 1 << 18
 """Dot products that are held at once; they fit into a core's cache."""
+_FIT_UP_TO = 8192
+"""Tokens from which on the channels' means and deviations stay as they are."""
 
 
 class Summaries:
     """The keys of some heads for each page outside, at 8 bits, as one array over all pages.
 
-    A key is head_dim codes and one scale of its own, so it takes head_dim + 4 bytes. Query heads
-    that share a KV head share its keys. Not for several threads at once.
+    A key is head_dim codes and one scale of its own, so it takes head_dim + 4 bytes. The codes are
+    of the distance to the channel's mean in its deviations, as some models' keys have channels
+    that lie a hundred deviations off, which would leave the others a few codes. Both are found
+    anew whenever the tokens have doubled, up to 8,192. Query heads that share a KV head share its
+    keys. Not for several threads at once.
 
     Args:
         heads: (layer, query head) each, such as those of the profile's evidence.
@@ -51,6 +56,9 @@ class Summaries:
         self._runs = Runs(
             codes=torch.empty(count, 0, head_dim, dtype=torch.int8), scale=torch.empty(count, 0)
         )
+        self._mean = torch.zeros(count, 1, head_dim)
+        self._deviation = torch.ones(count, 1, head_dim)
+        self._fitted = 0
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -65,8 +73,11 @@ class Summaries:
 
     @property
     def bytes(self) -> int:
-        """All that is allocated, at most 1.6 times what the pages that are there need."""
-        return self._runs.bytes
+        """All that is allocated, at most 1.5 times what the pages that are there need.
+
+        Beside that it is 8 bytes for each channel of each KV head.
+        """
+        return self._runs.bytes + self._mean.nbytes + self._deviation.nbytes
 
     def add(self, page_id: int, keys: Tensor) -> None:
         """Add a page that is not there (mutates).
@@ -75,13 +86,33 @@ class Summaries:
             page_id: its number.
             keys: (num_layers, num_kv_heads, n, head_dim), all keys of the page, n at least 1.
         """
-        watched = keys[self._layers.to(keys.device), self._numbers.to(keys.device)]
-        codes, scale = _coded(watched.cpu().float(), -1)
-        self._runs.add(page_id, codes=codes, scale=scale.squeeze(-1))
+        watched = keys[self._layers.to(keys.device), self._numbers.to(keys.device)].cpu().float()
+        if not self._fitted:
+            self._fit(watched)
+        self._runs.add(page_id, **self._as_codes(watched))
+        if 2 * self._fitted <= self._runs["scale"].shape[1] <= _FIT_UP_TO:
+            codes, scale = self._runs["codes"], self._runs["scale"]
+            exact = codes * scale.unsqueeze(-1) * self._deviation + self._mean
+            self._fit(exact)
+            for name, column in self._as_codes(exact).items():
+                self._runs[name].copy_(column)
 
     def remove(self, page_id: int) -> None:
         """Remove a page that is there (mutates)."""
         self._runs.remove(page_id)
+
+    def _fit(self, keys: Tensor) -> None:
+        """Take the means and deviations of the channels from some keys (mutates)."""
+        self._fitted = keys.shape[1]
+        self._mean = keys.mean(1, keepdim=True)
+        deviation = keys.std(1, keepdim=True, correction=0)
+        # Of few tokens a channel may show none by chance.
+        deviation = deviation.maximum(deviation.mean(-1, keepdim=True) / 100)
+        self._deviation = deviation.masked_fill_(deviation == 0, 1)
+
+    def _as_codes(self, keys: Tensor) -> dict[str, Tensor]:
+        codes, scale = _coded((keys - self._mean) / self._deviation, -1)
+        return {"codes": codes, "scale": scale.squeeze(-1)}
 
 
 @torch.no_grad()
@@ -113,15 +144,18 @@ def rank(queries: Tensor, summaries: Summaries) -> Tensor:
         )
     if not len(summaries):
         return torch.zeros(0)
-    asked, size = _coded(queries.cpu().float(), (-2, -1))
+    queries = queries.cpu().float()
+    mean, deviation = (one[summaries._kv_of] for one in (summaries._mean, summaries._deviation))
+    always = queries @ mean.transpose(1, 2)
+    asked, size = _coded(queries * deviation, (-2, -1))
     most = torch.empty(heads, codes.shape[1])
     step = max(1, _AT_ONCE // count)
     for head, kv_head in enumerate(summaries._kv_of):
         for start in range(0, codes.shape[1], step):
             part = slice(start, start + step)
             products = torch._int_mm(asked[head], codes[kv_head, part].T)
-            most[head, part] = products.amax(0)
-        most[head].mul_(scale[kv_head]).mul_(size[head, 0])
+            exact = products.float().mul_(scale[kv_head, part] * size[head]).add_(always[head])
+            most[head, part] = exact.amax(0)
     by_page = runs.most(most)
     return torch.stack([standardised(one) for one in by_page]).mean(0)
 

@@ -17,8 +17,9 @@ WINDOW = 16
 class Words:
     """The distinct token ids of each page outside, and how rare an id is.
 
-    It holds 4 bytes for each distinct id of a page, up to a quarter more for pages to come, and
-    4 for each id of the vocabulary, however much is read. Not for several threads at once.
+    It holds 4 bytes for each distinct id of a page, up to half as much again for pages to come or
+    gone, and 4 for each id of the vocabulary, however much is read. Not for several threads at
+    once.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,156 @@
+"""Measure what pages outside cost: ranking them, moving them, their bytes. Prints a table.
+
+    python benchmarks/tiers.py [--quick]
+
+Times are of one thread on the CPU, not of the clock, so a busy machine disturbs them less. Takes a
+minute; --quick takes 20 seconds and is noisier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from memdecay.engine.known import known_models
+from memdecay.engine.moving import Moved
+from memdecay.tiers import (
+    DiskStore,
+    HostStore,
+    Store,
+    Summaries,
+    Words,
+    nbytes,
+    quantize,
+    rank,
+    rank_by_words,
+)
+
+OUTSIDE, PAGE = 100_000, 16
+HEAD_DIM = {"smollm2-135m": 64, "qwen2.5-coder-0.5b": 64, "qwen2.5-coder-1.5b": 128}
+QUERIES = (1, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number, and what it is to stay within, if anything."""
+
+    what: str
+    model: str
+    value: float
+    unit: str
+    limit: float | None = None
+
+
+def cpu_ms(work: Callable[[], object], rounds: int) -> float:
+    """Return the median time of one thread, in ms."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return statistics.median(times[1:]) * 1e3
+
+
+def measure(name: str, rounds: int) -> list[Row]:
+    """Return the rows of one model's shape, in bfloat16."""
+    known = next(one for one in known_models() if one.name == name)
+    shape, head_dim = known.about["shape"], HEAD_DIM[name]
+    layers, kv_heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    heads = [(one.layer, one.head) for one in known.evidence["read"]]
+    rng = torch.Generator().manual_seed(0)
+
+    def page(number: int) -> Moved:
+        keys = torch.randn(2, layers, kv_heads, PAGE, head_dim, generator=rng)
+        keys, values = keys.to(torch.bfloat16)
+        positions = torch.arange(PAGE) + PAGE * number
+        return Moved(positions=positions, keys=keys, values=values, columns={})
+
+    rows = []
+    some = [page(number) for number in range(32)]
+    kept = Summaries(
+        heads, heads_per_kv=shape["num_attention_heads"] // kv_heads, head_dim=head_dim
+    )
+    for number in range(OUTSIDE // PAGE):
+        kept.add(number, some[number % 32].keys)
+    kv = 2 * layers * kv_heads * head_dim * 2
+    share = 100 * kept.bytes / (OUTSIDE * kv)
+    rows.append(Row("summaries, of the KV they stand for", name, share, "%", 8))
+    for count in QUERIES:
+        queries = torch.randn(len(heads), count, head_dim, generator=rng)
+        took = cpu_ms(lambda queries=queries: rank(queries, kept), rounds)
+        what = f"ranking {OUTSIDE:,} tokens, {len(heads)} heads, {count} queries"
+        rows.append(Row(what, name, took, "ms", 10))
+    for bits in (8, 4):
+        made = [quantize(one, bits) for one in some]
+        size = 100 * sum(map(nbytes, made)) / sum(map(nbytes, some))
+        rows.append(Row(f"bytes of pages at {bits} bits, of those in bfloat16", name, size, "%"))
+        took = cpu_ms(lambda bits=bits: [quantize(one, bits) for one in some], rounds)
+        rows.append(Row(f"quantizing 32 pages to {bits} bits", name, took, "ms"))
+        took = cpu_ms(lambda made=made: [one.restore() for one in made], rounds)
+        rows.append(Row(f"restoring 32 pages from {bits} bits", name, took, "ms"))
+    for where, store in (("memory", HostStore()), ("disk", DiskStore())):
+        rows += moves(where, store, some, name, rounds)
+    return rows
+
+
+def moves(where: str, store: Store, pages: list[Moved], name: str, rounds: int) -> list[Row]:
+    """Return what it costs to put pages into a store and to get them out again."""
+
+    def put() -> None:
+        for number, one in enumerate(pages):
+            store.put(number, one)
+
+    def pop() -> None:
+        for number in range(len(pages)):
+            store.pop(number)
+
+    into, out = [], []
+    for _ in range(rounds):
+        into.append(cpu_once(put))
+        out.append(cpu_once(pop))
+    return [
+        Row(f"32 pages into {where}", name, statistics.median(into), "ms"),
+        Row(f"32 pages out of {where}", name, statistics.median(out), "ms", 15),
+    ]
+
+
+def cpu_once(work: Callable[[], object]) -> float:
+    """Return the time of one thread, in ms."""
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) * 1e3
+
+
+def words(rounds: int) -> list[Row]:
+    """Return what the second witness costs."""
+    ids = torch.randint(0, 150_000, (OUTSIDE,), generator=torch.Generator().manual_seed(0)).tolist()
+    kept = Words()
+    kept.see(ids)
+    for number in range(OUTSIDE // PAGE):
+        kept.add(number, ids[PAGE * number : PAGE * (number + 1)])
+    took = cpu_ms(lambda: rank_by_words(ids[:32], kept), rounds)
+    what = f"ranking {OUTSIDE:,} tokens by 32 words"
+    return [Row(what, "any", took, "ms"), Row("words, bytes", "any", kept.bytes / 1e6, "MB")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    rounds = 3 if parser.parse_args().quick else 15
+    torch.set_num_threads(1)
+    table = Table("what", "model", "measured", "at most")
+    for row in [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]:
+        limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
+        table.add_row(row.what, row.model, f"{row.value:.1f} {row.unit}", limit)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
