@@ -118,3 +118,20 @@ class Runs:
             moved = column.new_empty(column.shape[0], capacity, *column.shape[2:])
             moved[:, : kept.shape[1]] = kept
             self._columns[name] = moved
+
+
+class Paged:
+    """What is kept of pages, a run each."""
+
+    _runs: Runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._runs
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that are there, in the order of their rank."""
+        return self._runs.pages

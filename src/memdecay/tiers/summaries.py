@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memdecay.errors import MemDecayError
 from memdecay.policy.evidence import standardised
-from memdecay.tiers.runs import Runs
+from memdecay.tiers.runs import Paged, Runs
 
 _TOP = 127
 _AT_ONCE = 1 << 18
@@ -23,7 +23,7 @@ _FIT_UP_TO = 8192
 """Tokens from which on the channels' means and deviations stay as they are."""
 
 
-class Summaries:
+class Summaries(Paged):
     """The keys of some heads for each page outside, at 8 bits, as one array over all pages.
 
     A key is head_dim codes and one scale of its own, so it takes head_dim + 4 bytes. The codes are
@@ -59,17 +59,6 @@ class Summaries:
         self._mean = torch.zeros(count, 1, head_dim)
         self._deviation = torch.ones(count, 1, head_dim)
         self._fitted = 0
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, page_id: int) -> bool:
-        return page_id in self._runs
-
-    @property
-    def pages(self) -> list[int]:
-        """The pages that are there, in the order of `rank`."""
-        return self._runs.pages
 
     @property
     def bytes(self) -> int:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from memdecay.policy.evidence import standardised
-from memdecay.tiers.runs import Runs
+from memdecay.tiers.runs import Paged, Runs
 
 WINDOW = 16
 """Token ids of a document, for how many of which have an id."""
 
 
-class Words:
+class Words(Paged):
     """The distinct token ids of each page outside, and how rare an id is.
 
     It holds 4 bytes for each distinct id of a page, up to half as much again for pages to come or
@@ -27,17 +27,6 @@ class Words:
         self._documents = 0
         self._open: list[int] = []
         self._runs = Runs(ids=torch.empty(1, 0, dtype=torch.int32))
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, page_id: int) -> bool:
-        return page_id in self._runs
-
-    @property
-    def pages(self) -> list[int]:
-        """The pages that are there, in the order of `rank_by_words`."""
-        return self._runs.pages
 
     @property
     def bytes(self) -> int:
