@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -81,6 +82,23 @@ class Runs:
             self._lengths = lengths[live].tolist()
             self._number = {page: number for number, page in enumerate(self._number)}
             self._segments = None
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
+        plain = {"runs": [*self._number.items()], "lengths": self._lengths, "dead": self._dead}
+        return plain, {name: self[name].contiguous() for name in self._columns}
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keep what others of the same columns kept (mutates).
+
+        Args:
+            plain: of `state`.
+            tensors: likewise; they are taken over.
+        """
+        self._columns = {name: tensors[name] for name in self._columns}
+        self._number = {page: number for page, number in plain["runs"]}
+        self._lengths, self._dead = list(plain["lengths"]), plain["dead"]
+        self._used, self._segments = sum(self._lengths), None
 
     def most(self, values: Tensor) -> Tensor:
         """Return (groups, num_pages), the greatest value of each page's rows.

@@ -135,6 +135,10 @@ class Store(abc.ABC, Generic[_Place]):
         """Return a page and forget it (mutates), or None if it is not there or was lost."""
         return self._out(page_id, stays=False)
 
+    def packed(self, page_id: int) -> tuple[Tensor, Layout] | None:
+        """Return a page as `pack` does, or None if it is not there or was lost."""
+        return self._fetched(page_id, stays=True)
+
     def discard(self, page_id: int) -> None:
         """Forget a page without reading it, if it is there (mutates)."""
         with self._lock:
@@ -142,6 +146,10 @@ class Store(abc.ABC, Generic[_Place]):
                 self._forget(page_id)
 
     def _out(self, page_id: int, *, stays: bool) -> Page | None:
+        found = self._fetched(page_id, stays=stays)
+        return None if found is None else cast("Page", unpack(*found))
+
+    def _fetched(self, page_id: int, *, stays: bool) -> tuple[Tensor, Layout] | None:
         lost: OSError | None = None
         with self._lock:
             if page_id not in self._pages:
@@ -156,7 +164,7 @@ class Store(abc.ABC, Generic[_Place]):
         if lost:
             _warn("is lost", lost)
             return None
-        return cast("Page", unpack(buffer, layout))
+        return buffer, layout
 
     def _forget(self, page_id: int) -> None:
         layout, place = self._pages.pop(page_id)
@@ -285,5 +293,5 @@ def _warn(what: str, error: OSError) -> None:
     warnings.warn(
         f"A page outside {what} and is dropped: {error.strerror or error}.",
         TierWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -7,7 +7,8 @@ and new queries of these heads are held against all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,26 @@ class Summaries(Paged):
     def remove(self, page_id: int) -> None:
         """Remove a page that is there (mutates)."""
         self._runs.remove(page_id)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
+        plain, tensors = self._runs.state()
+        return {**plain, "fitted": self._fitted}, {
+            **tensors,
+            "mean": self._mean,
+            "deviation": self._deviation,
+        }
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keep what others of the same heads and model kept (mutates).
+
+        Args:
+            plain: of `state`.
+            tensors: likewise; they are taken over.
+        """
+        self._runs.restore(plain, tensors)
+        self._fitted = plain["fitted"]
+        self._mean, self._deviation = tensors["mean"], tensors["deviation"]
 
     def _fit(self, keys: Tensor) -> None:
         """Take the means and deviations of the channels from some keys (mutates)."""
