@@ -79,6 +79,7 @@ class Watched:
             self.out = {at: min(when, seen) for at, when in self.out.items() if at < seen}
             self.events = [(min(a, seen), at, min(b, seen)) for a, at, b in self.events]
             self.events = [event for event in self.events if event[1][0] < seen]
+            self.logits = {at: said for at, said in self.logits.items() if at < seen}
             for at in kept(cache):  # a window that slid in a look slides back
                 self.out.pop(at, None)
 
@@ -211,7 +212,7 @@ def test_a_look_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         before = seen[-1][0]
         after = state()
         assert before[0] == after[0] and torch.equal(before[1], after[1])
-        assert before[2:] == after[2:] and room == len(rendered)
+        assert before[2:] == after[2:] and room == seen[-1][1]
 
     monkeypatch.setattr(memory, "look", looked)
     monkeypatch.setattr(memory, "exchange", exchange)
@@ -402,7 +403,10 @@ def test_a_saved_session_goes_on_as_if_it_never_was(limited: bool, tmp_path: Pat
     made.save(tmp_path / "saved")
     loaded = Session.load(tmp_path / "saved", made.model, made.tokenizer)
     assert loaded.tiers == made.tiers
-    assert equal(held(made), held(loaded)) and made.report() == loaded.report()
+    assert equal(held(made), held(loaded))
+    one, other = made.report().to_dict(), loaded.report().to_dict()
+    room = [report["tiers"]["bytes"].pop("summaries") for report in (one, other)]
+    assert one == other and 0 < room[1] <= room[0], "there is no room for more yet"
     goes_on(made, loaded)
 
 
@@ -426,7 +430,7 @@ def test_memory_then_disk_then_nothing(tmp_path: Path) -> None:
     assert report is not None
     pages = sorted(outside(made).pages)
     levels = outside(made).store
-    assert [*levels.disk] + [*levels.host] == pages, "what went last is in memory"
+    assert [*levels.disk, *levels.host] == pages, "what went last is in memory"
     assert report.tokens == {"resident": made.cache.kept(), "host": 24, "disk": 12}
     assert report.bytes["disk"] == 12 * report.bytes["host"] // 24 == levels.disk.bytes
     gone = report.lost
@@ -518,9 +522,9 @@ def test_sizes_are_read() -> None:
 
 
 def test_what_tiers_do_not_serve_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SessionError, match="tiers is 5, but it must be memdecay.Tiers"):
+    with pytest.raises(SessionError, match=r"tiers is 5, but it must be memdecay\.Tiers"):
         session(budget=64, tiers=5)
-    with pytest.raises(SessionError, match="must be memdecay.Tiers"):
+    with pytest.raises(SessionError, match=r"must be memdecay\.Tiers"):
         session(budget=64, tiers=Tiers)
     with pytest.raises(MemDecayError, match="'memdecay-heads', by which heads keep their own"):
         tiered(policy="memdecay-heads")
@@ -553,3 +557,12 @@ def test_without_a_budget_nothing_goes_out() -> None:
     made.generate(**saying(made, "the boat"))
     report = made.report().tiers
     assert report is not None and report.moved_down == 0 and report.tokens["host"] == 0
+
+
+def test_a_stream_is_written_as_an_answer_is() -> None:
+    made, twin = tiered(), tiered()
+    for one in (made, twin):
+        one.append([system(4), user(70)])
+    list(made.stream(max_new_tokens=12, eos_token_id=NEVER))
+    twin.generate(max_new_tokens=12, eos_token_id=NEVER)
+    goes_on(made, twin)

@@ -28,6 +28,7 @@ from memdecay.engine.slots import SlotTable
 from memdecay.engine.support import check_supported
 from memdecay.errors import MemDecayError, SessionError
 from memdecay.policy import from_config, policy_config
+from memdecay.provenance import versions
 from memdecay.regions import Profile
 
 if TYPE_CHECKING:
@@ -246,8 +247,6 @@ def _digest(value: Any) -> str:
 
 
 def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from memdecay import __version__
-
     cache = session.cache
     tensors: dict[str, Tensor] = {"ids": torch.tensor(session._ids, dtype=torch.int64)}
     if session._last_logits is not None:
@@ -269,7 +268,7 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
         outside, held = session._memory.state()
         tensors.update({f"{_OUTSIDE}{name}": tensor for name, tensor in held.items()})
     state = {
-        "memdecay": __version__,
+        "memdecay": versions()["memdecay"],
         "model": fingerprint(session.model),
         "tokenizer": tokenizer_digest(session.tokenizer),
         "policy": policy_config(cache.policy),

@@ -569,7 +569,7 @@ class Session:
             self._last_logits = logits
             if self._recorder is not None and mark is not None:
                 self._recorder.back_to(mark)
-        memory.exchange(queries, room=count)
+        memory.exchange(queries, room=len(ids))
 
     def _opening(self, rendered: Rendered, pins: Sequence[bool]) -> Rendered | None:
         """Return what the template opens an answer to new tokens with, if it can and it fits."""

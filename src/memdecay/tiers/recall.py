@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import uninterrupted
-from memdecay.engine.moving import Moved, movable
+from memdecay.engine.moving import Moved, movable, slid_away
 from memdecay.engine.undo import Checkpoint
 from memdecay.errors import MemDecayError
 from memdecay.tiers.quantized import Quantized
@@ -316,8 +316,12 @@ class Outside:
         if not parts:
             return []
         moved = Moved.joined(parts)
+        waiting = slid_away(self.cache, moved)
+        if bool(waiting.any()):
+            self._keep(moved.select(waiting))
+            moved = moved.select(~waiting)
         try:
-            if limit is not None:
+            if limit is not None and len(moved):
                 self.cache.shrink(limit - len(moved))
             kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
             known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
@@ -325,8 +329,9 @@ class Outside:
         except BaseException:
             self._keep(moved)
             raise
-        self.came_back += len(parts)
-        return [page for page, part in found.items() if part is not None]
+        back = {*(moved.positions // self.page_size).tolist()}
+        self.came_back += len(back)
+        return [page for page in found if page in back]
 
     # The way out
 

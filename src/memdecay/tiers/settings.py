@@ -78,6 +78,7 @@ class Tiers:
                     f"disk_folder is {str(folder)!r}, but disk is 0, so nothing is kept there; "
                     f"set disk to an amount or to None."
                 )
+            object.__setattr__(self, "disk_folder", path)
         _check_integer("page_size", self.page_size, 1)
         if self.pages is not None:
             _check_integer("pages", self.pages, 1, ", or None")
@@ -137,9 +138,7 @@ class Tiers:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
-        folder = None if self.disk_folder is None else os.fspath(self.disk_folder)
-        changed = {"disk_folder": folder, "no_disk": [*self.no_disk]}
-        return {**dataclasses.asdict(self), **changed}
+        return {**dataclasses.asdict(self), "no_disk": [*self.no_disk]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Tiers:
