@@ -179,6 +179,9 @@ class MemDecayCache(AttachedCache):
     tokens before the budget evicts them; and `on_rollback`, called with how many tokens of the
     sequence are left. Where all layers slide, what leaves the window is not given away.
 
+    `recall_heads` are the (layer, query head) by which what was evicted can be found again, from
+    the profile or known for the model; () if there are none.
+
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
@@ -270,6 +273,9 @@ class MemDecayCache(AttachedCache):
             sets = self.profile.evidence.values()
             check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
+        found = with_known(self.profile, model.config).evidence.get("recall", ())
+        check_heads(((one.layer, one.head) for one in found), self.layout)
+        self.recall_heads = tuple((one.layer, one.head) for one in found)
         self.watch = Watch(watched, self.layout)
         self.attachment: Attachment = attach(model)
         self.on_evict: Callable[[Evicted], None] | None = None
