@@ -95,9 +95,12 @@ def main() -> None:
     out = given.out or ROOT / "src/memdecay/profiles" / f"{about['model']}.yaml"
     out.write_text(to_yaml(evidence, about), encoding="utf-8")
     for name, ones in evidence.items():
+        what, reached, apart = "AUC", about["auc"].get(name), about["auc_held_out"].get(name)
+        if name == "recall":
+            what, reached, apart = "reciprocal rank", about["mrr"], about["mrr_held_out"]
         print(
-            f"{about['model']}, {name}: {len(ones)} heads, AUC {about['auc'][name]:.4f}, on "
-            f"scenarios left out {about['auc_held_out'][name]:.4f}"
+            f"{about['model']}, {name}: {len(ones)} heads, {what} {reached:.4f}, on scenarios "
+            f"left out {apart:.4f}"
         )
     print(f"Written to {out}.")
 

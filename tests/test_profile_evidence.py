@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from memdecay.errors import MemDecayError, ProfileError
-from memdecay.evidence import READ, REPLAY, SETS, EvidenceHead, check_evidence
+from memdecay.evidence import ASK, READ, REPLAY, SETS, EvidenceHead, check_evidence
 from memdecay.regions import Profile, RegionPolicy
 from test_regions import COMMENTED, one_sentence
 
 ONE = EvidenceHead(3, 1, READ, weight=2.0, mean=-4.25, std=1.5)
 TWO = EvidenceHead(0, 7, READ, weight=1.0, mean=-6.1234, std=0.0123)
 AGAIN = EvidenceHead(5, 0, REPLAY, weight=3.0, mean=0.0, std=1e-3)
-EVIDENCE = {"read": (ONE, TWO), "replay": (AGAIN, ONE)}
+ASKED = EvidenceHead(1, 1, ASK)
+EVIDENCE = {"read": (ONE, TWO), "replay": (AGAIN, ONE), "recall": (ASKED,)}
 
 
 def test_no_heads_by_default() -> None:
@@ -79,7 +80,7 @@ def test_a_file_and_back(tmp_path: Path) -> None:
     for name in SETS:
         assert [set(head) for head in plain["evidence"][name]] == [
             {"layer", "head", "when", "weight", "mean", "std"}
-        ] * 2
+        ] * len(EVIDENCE[name])
 
 
 def test_a_profile_keeps_its_heads_when_something_else_changes() -> None:
@@ -181,7 +182,10 @@ BAD_HEADS = [
         ("mean", value, "it must be a finite number.")
         for value in (float("nan"), -float("inf"), False, "-4", None, 10**400, -1e39)
     ),
-    *(("when", value, "it must be read or replay") for value in ("later", "", None, 1, ["read"])),
+    *(
+        ("when", value, "it must be read, replay or ask")
+        for value in ("later", "", None, 1, ["read"])
+    ),
 ]
 
 
@@ -205,13 +209,13 @@ def test_a_bad_field_is_one_sentence(field: str, value: object, allowed: str) ->
 
 
 BAD_SETS = {
-    "a list": ([HEAD], "must be a mapping of read and replay to heads"),
+    "a list": ([HEAD], "must be a mapping of read, replay, recall to heads"),
     "a number": (3, "evidence is 3"),
     "zero": (0, "evidence is 0"),
     "false": (False, "evidence is False"),
     "an empty list": ([], "evidence is []"),
     "an empty text": ("", "evidence is ''"),
-    "another set": ({"reed": [HEAD]}, "must be a mapping of read and replay to heads"),
+    "another set": ({"reed": [HEAD]}, "must be a mapping of read, replay, recall to heads"),
     "a set with another one": ({"read": [HEAD], "idle": []}, "must be a mapping of"),
     "a head in the place of a list": ({"read": HEAD}, "must be a list of heads"),
     "no list": ({"read": None}, "evidence.read is None"),

@@ -15,10 +15,11 @@ from memdecay.errors import ProfileError
 
 FLOOR = 1e-4
 """ε, a share of one query's attention below which there is no difference."""
-READ, REPLAY = "read", "replay"
-"""When a head is watched: while the tokens are read, or while the model repeats them."""
-SETS = ("read", "replay")
-"""Which policy a set of heads is for: one that only reads, or one that may also replay."""
+READ, REPLAY, ASK = "read", "replay", "ask"
+"""When a head is watched: while tokens are read, while the model repeats them, or at a question."""
+SETS = ("read", "replay", "recall")
+"""What a set of heads is for: a policy that only reads, one that may also replay, or finding what
+was evicted when it is asked for."""
 _LARGEST = 3.4028234663852886e38  # of float32, which scores are worked out in
 
 
@@ -29,9 +30,10 @@ class EvidenceHead:
     Args:
         layer: its layer.
         head: the query head in that layer.
-        when: "read" or "replay".
+        when: "read" or "replay"; "ask" for one that is watched at a question.
         weight: its share in the evidence, above 0.
-        mean: of log(ε + peak) over the tokens of the calibration's episodes.
+        mean: of log(ε + peak) over the tokens of the calibration's episodes; not used at a
+            question, whose claims are compared among the pages that there are.
         std: likewise, above 0.
 
     Raises:
@@ -41,9 +43,9 @@ class EvidenceHead:
     layer: int
     head: int
     when: str
-    weight: float
-    mean: float
-    std: float
+    weight: float = 1.0
+    mean: float = 0.0
+    std: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no calibration writes."""
@@ -54,9 +56,10 @@ class EvidenceHead:
                     f"{name} of an evidence head is {value!r}, but it must be an integer of at "
                     f"least 0."
                 )
-        if self.when not in (READ, REPLAY):
+        if self.when not in (READ, REPLAY, ASK):
             raise ProfileError(
-                f"when of an evidence head is {self.when!r}, but it must be {READ} or {REPLAY}."
+                f"when of an evidence head is {self.when!r}, but it must be {READ}, {REPLAY} or "
+                f"{ASK}."
             )
         for name in ("weight", "mean", "std"):
             value = getattr(self, name)
@@ -83,11 +86,11 @@ def check_evidence(data: object) -> dict[str, tuple[EvidenceHead, ...]]:
 
     Raises:
         ProfileError: it is not a mapping of sets to lists of heads with exactly the fields of
-            `EvidenceHead`, or a set for reading has a head that is watched at replay.
+            `EvidenceHead`, or a set has a head that is watched when the set cannot use it.
     """
     if not isinstance(data, Mapping) or not set(data) <= set(SETS):
         raise ProfileError(
-            f"evidence is {data!r}, but it must be a mapping of {' and '.join(SETS)} to heads."
+            f"evidence is {data!r}, but it must be a mapping of {', '.join(SETS)} to heads."
         )
     made = {}
     for name, heads in data.items():
@@ -98,6 +101,12 @@ def check_evidence(data: object) -> dict[str, tuple[EvidenceHead, ...]]:
         )
     if any(head.when == REPLAY for head in made.get("read", ())):
         raise ProfileError("evidence.read has a head for replay, but it is for reading alone.")
+    for name, heads in made.items():
+        if any((head.when == ASK) != (name == "recall") for head in heads):
+            raise ProfileError(
+                f"evidence.{name} has a head for {', '.join({h.when for h in heads})}, but heads "
+                f"for {ASK} are those of evidence.recall, and no others are."
+            )
     return {name: heads for name, heads in made.items() if heads}
 
 

@@ -128,14 +128,16 @@ class TestHeads:
         args = ("calibrate", str(SCENARIO), "second.yaml", "--burst", "6", "-o", "p.yaml")
         code, out, _ = command(*args)
         assert code == 0 and "Evidence heads, chosen on 6 episodes" in out
-        assert "AUC on scenarios left out" in out
+        assert "those left out" in out
         assert len(os.listdir("p.curves/heads")) == 6
         code, out, _ = command(*args, "--json")
         result = json.loads(out)
         made, found = Profile.load("p.yaml"), result["evidence"]
-        assert set(made.evidence) == set(found["heads"]) == set(COUNTS)
+        assert set(made.evidence) == set(found["heads"]) == {*COUNTS, "recall"}
+        assert 0 < found["mrr_held_out"] <= 1 and 0 < found["mrr"] <= 1
+        assert found["questions"] == 6 * 3  # those on pinned text are not asked
+        assert all(len(made.evidence[use]) == count for use, count in found["heads"].items())
         for use in COUNTS:
-            assert len(made.evidence[use]) == found["heads"][use]
             assert 0 < found["auc_held_out"][use] <= 1 and 0.5 < found["auc"][use] <= 1
         assert found["episodes"] == 6 and found["clusters"] == ["example", "second"]
         about = {key: value for key, value in found.items() if key != "heads"}

@@ -61,9 +61,11 @@ class TestThePackage:
             assert one.name == one.about["model"]
             shape = one.about["shape"]
             assert set(shape) == set(shape_of(SimpleNamespace())) and None not in shape.values()
-            assert set(one.evidence) == set(SETS) == set(one.about["auc"])
-            for name, heads in one.evidence.items():
-                assert 0.8 < one.about["auc_held_out"][name] <= one.about["auc"][name] + 0.01
+            assert set(one.evidence) == set(SETS) == {*one.about["auc"], "recall"}
+            for name, reached in one.about["auc"].items():
+                assert 0.8 < one.about["auc_held_out"][name] <= reached + 0.01
+            assert 0.5 < one.about["mrr_held_out"] <= one.about["mrr"] + 0.01
+            for heads in one.evidence.values():
                 for head in heads:
                     assert head.layer < shape["num_hidden_layers"]
                     assert head.head < shape["num_attention_heads"]

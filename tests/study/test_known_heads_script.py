@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from memdecay.calibration.evidence import COUNTS, Watched, measured
+from memdecay.calibration.evidence import Watched, measured
+from memdecay.calibration.recall import Asked
 from memdecay.engine import known
 from memdecay.engine.known import known_for, known_models
 from memdecay.evidence import SETS
@@ -44,7 +45,10 @@ def watched(cluster: str, seed: int) -> Watched:
     peaks[:, 1, 2, needed] += 0.5
     counted = torch.ones(80, dtype=torch.bool)
     counted[:4] = False
-    return Watched(cluster, peaks.half(), needed, counted)
+    claims = torch.rand(*shape[1:3], 5, generator=dice)
+    claims[1, 2, 3] += 1
+    asked = Asked(cluster, claims.half(), torch.arange(5) == 3)
+    return Watched(cluster, peaks.half(), needed, counted, (asked,))
 
 
 def test_it_writes_what_a_cache_finds(
@@ -67,7 +71,7 @@ def test_it_writes_what_a_cache_finds(
     monkeypatch.setattr(sys, "argv", ["known_heads.py", *arguments])
     script.main()
     said = capsys.readouterr().out
-    assert all(f"smollm2-135m, {use}: " in said for use in COUNTS) and str(out) in said
+    assert all(f"smollm2-135m, {use}: " in said for use in SETS) and str(out) in said
     monkeypatch.setattr(known.resources, "files", lambda package: tmp_path)
     found = known_for(small("llama")[0].config)
     assert found is not None and found.name == "tiny"

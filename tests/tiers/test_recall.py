@@ -214,7 +214,7 @@ def test_a_turn_is_read_with_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -
     model, cache, outside = filled(count=60)
     new = tokens(6, seed=4)
     runs: list[tuple[int, list[int]]] = []
-    expected: set[int] = set()
+    claims: dict[int, float] = {}
 
     def run() -> str:
         model(input_ids=new, cache=cache)
@@ -224,27 +224,33 @@ def test_a_turn_is_read_with_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -
     best = outside.best
 
     def watched(queries: Tensor, count: int) -> list[int]:
-        expected.update(two_best(outside, queries))
+        claims.update(exact_claims(outside, queries))
         return best(queries, count)
 
     monkeypatch.setattr(outside, "best", watched)
     assert outside.read(run, 6, pages=2, room=3) == "answer"
     assert [at for at, _ in runs] == [66, 66] and cache.seen == 66
     came = {at // 4 for at in set(runs[1][1]) - set(runs[0][1])}
-    assert len(came) == 2 and came == expected
+    # Keys at 8 bits cannot tell pages apart that are nearly alike.
+    second = sorted(claims.values())[-2]
+    assert len(came) == 2 and min(claims[page] for page in came) > second - 0.1
+    assert min(claims.values()) < second - 0.5
     assert cache.kept() <= 40 - 3
 
 
-def two_best(outside: Outside, queries: Tensor) -> set[int]:
-    """The two best pages by their exact keys."""
-    scores = []
+def exact_claims(outside: Outside, queries: Tensor) -> dict[int, float]:
+    """What each page's exact keys are worth to these queries."""
+    found = []
     for page in outside.pages:
         part = outside.store.get(page)  # type: ignore[attr-defined]
         keys = torch.stack([part.keys[layer, head // 2] for layer, head in HEADS])
-        scores.append((queries @ keys.transpose(1, 2)).amax((1, 2)))
-    table = torch.stack(scores, 1)
-    table = (table - table.mean(1, keepdim=True)) / table.std(1, keepdim=True)
-    return {[*outside.pages][number] for number in table.mean(0).topk(2).indices.tolist()}
+        found.append((queries @ keys.transpose(1, 2)).amax(2))
+    products = torch.stack(found, 2)  # head, query, page
+    z = (products - products.mean(2, keepdim=True)) / products.std(2, keepdim=True)
+    claims = []
+    for one in (products.amax(1), (z - z.mean(1, keepdim=True)).amax(1)):
+        claims.append((one - one.mean(1, keepdim=True)) / one.std(1, keepdim=True))
+    return dict(zip(outside.pages, (claims[0] + claims[1]).mean(0).tolist(), strict=True))
 
 
 @torch.no_grad()

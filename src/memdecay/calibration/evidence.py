@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memdecay.calibration import recall
 from memdecay.errors import StudyError
 from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy.evidence import CLIP, REACH, evidence, shared
@@ -36,12 +37,14 @@ class Watched:
             one while it was read, and while it was repeated.
         needed: (n,) bool, tokens that a question will ask for.
         counted: (n,) bool, tokens to tell apart; not the newest, which nothing has read yet.
+        asked: what every head claimed at each question, for heads of recall.
     """
 
     cluster: str
     peaks: Tensor
     needed: Tensor
     counted: Tensor
+    asked: tuple[recall.Asked, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -172,7 +175,9 @@ def measured(
     Returns:
         The heads, and what a profile's provenance says of them under `evidence`: how many
         episodes, of which clusters, and for each set the AUC on these episodes ("auc") and on
-        episodes of clusters that had no part in the choice ("auc_held_out", see `held_out`).
+        episodes of clusters that had no part in the choice ("auc_held_out", see `held_out`). For
+        heads of recall, if there are questions, the mean reciprocal rank of the page with the
+        answer ("mrr", "mrr_held_out").
 
     Raises:
         StudyError: as `choose`.
@@ -187,7 +192,14 @@ def measured(
             use: None if reached is None else round(reached, 4) for use, reached in apart.items()
         },
     }
-    return {use: heads for use, (heads, _) in found.items()}, about
+    chosen = {use: heads for use, (heads, _) in found.items()}
+    asked = [question for one in episodes for question in one.asked]
+    if asked:
+        chosen["recall"], early, early_apart = recall.measured(asked)
+        about["questions"] = len(asked)
+        about["mrr"] = round(early, 4)
+        about["mrr_held_out"] = None if early_apart is None else round(early_apart, 4)
+    return chosen, about
 
 
 def _check(episodes: Sequence[Watched]) -> None:

@@ -307,15 +307,19 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def _heads(found: Mapping[str, Any]) -> Any:
-    """Return the table of evidence heads: how well they rank the facts above all other tokens."""
+    """Return the table of evidence heads: how well they tell what is needed from the rest."""
     clusters = len(found["clusters"])
     table = _look.titled(f"Evidence heads, chosen on {found['episodes']} episodes")
-    for column in ("set", "heads", "AUC", "AUC on scenarios left out"):
-        table.add_column(column, justify="left" if column == "set" else "right")
+    for column in ("set", "heads", "measure", "all scenarios", "those left out"):
+        left = column in ("set", "measure")
+        table.add_column(column, justify="left" if left else "right")
     for name, count in found["heads"].items():
-        apart = found["auc_held_out"][name]
+        if name == "recall":
+            what, reached, apart = "reciprocal rank", found["mrr"], found["mrr_held_out"]
+        else:
+            what, reached, apart = "AUC", found["auc"][name], found["auc_held_out"][name]
         left_out = "-" if apart is None else f"{apart:.3f}"
-        table.add_row(name, str(count), f"{found['auc'][name]:.3f}", left_out)
+        table.add_row(name, str(count), what, f"{reached:.3f}", left_out)
     if clusters < 2:
         table.caption = "A single scenario: nothing is left out to see whether the heads are good."
     return table

@@ -181,6 +181,9 @@ class MemDecayCache(AttachedCache):
     exchanges tokens between decode steps sets `on_step`: it is called with how many tokens are to
     come, before room is made for them.
 
+    `recall_heads` are the (layer, query head) by which what was evicted can be found again, from
+    the profile or known for the model; () if there are none.
+
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
         budget: tokens to keep for each sequence of the batch; None for no limit.
@@ -272,6 +275,9 @@ class MemDecayCache(AttachedCache):
             sets = self.profile.evidence.values()
             check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
+        found = with_known(self.profile, model.config).evidence.get("recall", ())
+        check_heads(((one.layer, one.head) for one in found), self.layout)
+        self.recall_heads = tuple((one.layer, one.head) for one in found)
         self.watch = Watch(watched, self.layout)
         self.attachment: Attachment = attach(model)
         self.on_evict: Callable[[Evicted], None] | None = None

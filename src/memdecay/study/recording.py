@@ -155,17 +155,35 @@ def _find(tokenizer: PreTrainedTokenizerBase, ids: list[int], value: str) -> tup
 
 
 @torch.no_grad()
+def question_queries(model: PreTrainedModel, recording: Recording, probe: Probe) -> Tensor:
+    """Return (num_layers, num_heads, n, head_dim): what each head asks for at a question."""
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    cache = recording.cache.copy()
+    heard: list[Tensor] = []
+    cache.listen(
+        [(layer, head) for layer in range(layers) for head in range(heads)],
+        lambda row, queries: heard.append(queries.cpu()),
+    )
+    _read(model, cache, probe.question)
+    return torch.cat(heard, 1).view(layers, heads, len(probe.question), -1)
+
+
+@torch.no_grad()
 def question_mass(model: PreTrainedModel, recording: Recording, probe: Probe) -> Tensor:
     """Return (seq_len,) float32: what the question and its right answer attend to, on average."""
-    ids = [*probe.question, *probe.gold]
     cache = recording.cache.copy()
+    _read(model, cache, [*probe.question, *probe.gold])
+    ledger = cache.ledgers[0]
+    return ledger.queries[: recording.seq_len, : ledger.num_queries].mean(1).cpu()
+
+
+def _read(model: PreTrainedModel, cache: MemDecayCache, ids: Sequence[int]) -> None:
+    """Read the next tokens, as parts of a prompt."""
     place = torch.arange(cache.seen, cache.seen + len(ids), device=model.device)
     cache.prefilling = True
     model.get_decoder()(
-        input_ids=torch.tensor([ids], device=model.device),
+        input_ids=torch.tensor([list(ids)], device=model.device),
         position_ids=place[None],
         cache=cache,
         use_cache=True,
     )
-    ledger = cache.ledgers[0]
-    return ledger.queries[: recording.seq_len, : ledger.num_queries].mean(1).cpu()

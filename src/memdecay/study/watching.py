@@ -13,13 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from memdecay.calibration import recall
 from memdecay.calibration.evidence import COUNTS, Watched, choose
 from memdecay.calibration.measure import settings
 from memdecay.errors import StudyError
 from memdecay.evidence import EvidenceHead
-from memdecay.study.recording import record
+from memdecay.study.recording import Probe, Recording, question_queries, record
 from memdecay.study.rows import write_whole
 from memdecay.study.scenario import Episode
 
@@ -27,7 +29,10 @@ SINKS = 4
 """First tokens that are not counted: all heads look at them."""
 UNREAD = 24
 """Newest tokens that are not counted: hardly anything has read them yet."""
+_NEVER_OUTSIDE = ("system",)
+"""Regions that are pinned, so that nobody has to find what stands in them."""
 _CLUSTER, _MADE = "cluster", "made"
+_CLAIMS, _WANTED = "asked.claims.", "asked.wanted."
 _WHAT = {"weights": "another model", "tokenizer": "another tokenizer", "text": "another text"}
 
 
@@ -63,7 +68,31 @@ def watch(
     counted[:SINKS] = False
     counted[max(SINKS, length - UNREAD) :] = False
     read = recording.peaks.view(layers, heads, length)
-    return Watched(episode.scenario, torch.stack([read, recording.replay]).half(), needed, counted)
+    peaks = torch.stack([read, recording.replay]).half()
+    asked = [
+        _asked(model, recording, probe, counted)
+        for probe in recording.probes
+        if probe.fact.region not in _NEVER_OUTSIDE
+    ]
+    return Watched(episode.scenario, peaks, needed, counted, tuple(asked))
+
+
+def _asked(
+    model: PreTrainedModel, recording: Recording, probe: Probe, counted: Tensor
+) -> recall.Asked:
+    """Ask one question with everything kept."""
+    counted = counted.clone()
+    counted[slice(*probe.where)] = True
+    keys = torch.stack([pool.keys(recording.seq_len)[0] for pool in recording.cache.pools]).cpu()
+    order = recording.cache.main.index[0, : recording.seq_len].cpu().argsort()
+    queries = question_queries(model, recording, probe)
+    claimed = recall.claims(queries, keys[:, :, order], counted)
+    page = recall.pages_of(counted)
+    there = torch.zeros(recording.seq_len, dtype=torch.bool)
+    there[slice(*probe.where)] = True
+    wanted = torch.zeros(claimed.shape[2], dtype=torch.bool)
+    wanted[page[there[counted]]] = True
+    return recall.Asked(recording.episode.scenario, claimed.half(), wanted)
 
 
 def watch_all(
@@ -142,6 +171,8 @@ def to_bytes(watched: Watched, made: Mapping[str, Any] | None = None) -> bytes:
         made: how; JSON values.
     """
     tensors = {"peaks": watched.peaks, "needed": watched.needed, "counted": watched.counted}
+    for number, one in enumerate(watched.asked):
+        tensors |= {f"{_CLAIMS}{number}": one.claims, f"{_WANTED}{number}": one.wanted}
     metadata = {_CLUSTER: watched.cluster}
     if made is not None:
         metadata[_MADE] = json.dumps(made, sort_keys=True)
@@ -150,9 +181,17 @@ def to_bytes(watched: Watched, made: Mapping[str, Any] | None = None) -> bytes:
 
 def from_file(path: Path, cluster: str) -> Watched:
     """Read what was watched of one episode."""
-    return Watched(cluster=cluster, **load_tensors(path.read_bytes()))
+    tensors = load_tensors(path.read_bytes())
+    asked: list[recall.Asked] = []
+    while f"{_CLAIMS}{len(asked)}" in tensors:
+        number = len(asked)
+        claimed, wanted = (tensors.pop(f"{name}{number}") for name in (_CLAIMS, _WANTED))
+        asked.append(recall.Asked(cluster, claimed, wanted))
+    return Watched(cluster=cluster, **tensors, asked=tuple(asked))
 
 
 def evidence_from(episodes: Sequence[Watched]) -> dict[str, tuple[EvidenceHead, ...]]:
-    """Choose both sets of heads."""
-    return {use: choose(episodes, use)[0] for use in COUNTS} if episodes else {}
+    """Choose every set of heads."""
+    chosen = {use: choose(episodes, use)[0] for use in COUNTS} if episodes else {}
+    asked = [question for one in episodes for question in one.asked]
+    return {**chosen, "recall": recall.choose(asked)} if asked else chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Runs:
 
     @property
     def pages(self) -> list[int]:
-        """The pages that are there, in the order in which `most` and `total` have them."""
+        """The pages that are there, in the order in which `live` and `total` have them."""
         return [*self._number]
 
     @property
@@ -88,39 +88,25 @@ class Runs:
         plain = {"runs": [*self._number.items()], "lengths": self._lengths, "dead": self._dead}
         return plain, {name: self[name].contiguous() for name in self._columns}
 
-    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Keep what others of the same columns kept (mutates).
-
-        Args:
-            plain: of `state`.
-            tensors: likewise; they are taken over.
-        """
-        self._columns = {name: tensors[name] for name in self._columns}
+    def restore(self, plain: Mapping[str, Any]) -> None:
+        """Take the columns, of `state` like this, to be of these pages (mutates)."""
         self._number = {page: number for page, number in plain["runs"]}
         self._lengths, self._dead = list(plain["lengths"]), plain["dead"]
-        self._used, self._segments = sum(self._lengths), None
+        self._used = next(iter(self._columns.values())).shape[1]
+        self._segments = None
 
-    def most(self, values: Tensor) -> Tensor:
-        """Return (groups, num_pages), the greatest value of each page's rows.
-
-        Args:
-            values: (groups, used) float32.
-        """
-        return self._reduced(values, "max")
+    def live(self, values: Tensor) -> Tensor:
+        """Return those of (runs, ...) that are of pages that are there, in the order of `pages`."""
+        return values.index_select(0, self._by_page()[1])
 
     def total(self, values: Tensor) -> Tensor:
-        """Return (groups, num_pages), the sum over each page's rows.
+        """Return (num_pages,), the sum over each page's rows.
 
         Args:
-            values: (groups, used) float32.
+            values: (used,) float32.
         """
-        return self._reduced(values, "sum")
-
-    def _reduced(self, values: Tensor, how: Literal["max", "sum"]) -> Tensor:
         lengths, live = self._by_page()
-        repeated = lengths.repeat(len(values))
-        flat = torch.segment_reduce(values.flatten(), how, lengths=repeated, unsafe=True)
-        return flat.view(len(values), -1).index_select(1, live)
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[live]
 
     def _by_page(self) -> tuple[Tensor, Tensor]:
         """Return the length of each run, and the runs of pages that are there."""
@@ -136,20 +122,3 @@ class Runs:
             moved = column.new_empty(column.shape[0], capacity, *column.shape[2:])
             moved[:, : kept.shape[1]] = kept
             self._columns[name] = moved
-
-
-class Paged:
-    """What is kept of pages, a run each."""
-
-    _runs: Runs
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __contains__(self, page_id: int) -> bool:
-        return page_id in self._runs
-
-    @property
-    def pages(self) -> list[int]:
-        """The pages that are there, in the order of their rank."""
-        return self._runs.pages

@@ -147,9 +147,9 @@ class Tiers:
 
 
 def _heads(cache: MemDecayCache) -> tuple[tuple[int, int], ...]:
-    """Return the heads by which pages are found: those that the policy watches, or known ones."""
-    if cache.watch.heads:
-        return cache.watch.heads
+    """Return the heads by which pages are found: those measured for it, or others that tell."""
+    if cache.recall_heads or cache.watch.heads:
+        return cache.recall_heads or cache.watch.heads
     evidence = with_known(cache.profile, cache.attachment.decoder.config).evidence
     found = evidence.get("read") or evidence.get("replay") or ()
     return tuple((one.layer, one.head) for one in found)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from memdecay.policy.evidence import standardised
-from memdecay.tiers.runs import Paged, Runs
+from memdecay.tiers.runs import Runs
 
 WINDOW = 16
 """Token ids of a document, for how many of which have an id."""
 
 
-class Words(Paged):
+class Words:
     """The distinct token ids of each page outside, and how rare an id is.
 
     It holds 4 bytes for each distinct id of a page, up to half as much again for pages to come or
@@ -27,6 +27,17 @@ class Words(Paged):
         self._documents = 0
         self._open: list[int] = []
         self._runs = Runs(ids=torch.empty(1, 0, dtype=torch.int32))
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._runs
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that are there, in the order of their rank."""
+        return self._runs.pages
 
     @property
     def bytes(self) -> int:
@@ -94,4 +105,4 @@ def rank_by_words(ids: Sequence[int], words: Words) -> Tensor:
     rarity = words.rarity()
     asked = torch.tensor([one for one in {*ids} if one < len(rarity)], dtype=torch.int64)
     weight = torch.zeros_like(rarity).index_copy_(0, asked, rarity[asked])
-    return standardised(words._runs.total(weight[words._runs["ids"].long()])[0])
+    return standardised(words._runs.total(weight[words._runs["ids"][0].long()]))
