@@ -212,7 +212,7 @@ def _knows(session: Session, tokenizer: Any, ids: list[int], gold: str) -> bool:
 def _view(one: _Played, *, main: bool) -> PolicyView:
     return PolicyView(
         policy=one.name,
-        summary=one.policy.summary,
+        summary=_options.summary_of(one.name, one.policy),
         bounded=one.policy.bounded,
         main=main,
         report=one.session.report().to_dict(),

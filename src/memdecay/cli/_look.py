@@ -107,7 +107,7 @@ def tiers(report: Mapping[str, Any] | None) -> tuple[str, str]:
     if report is None:
         return "-", "-"
     outside = sum(report["tokens"][name] for name in ("host", "disk"))
-    return f"{outside:,} tokens", f"{report['came_back']:,} pages"
+    return f"{outside:,}", f"{report['came_back']:,}"
 
 
 def _in_order(reports: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:

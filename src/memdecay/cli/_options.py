@@ -71,6 +71,11 @@ def tiers_of(name: str) -> Tiers | None:
     return Tiers() if name.endswith(WITH_TIERS) else None
 
 
+def summary_of(name: str, policy: Policy) -> str:
+    """Return one line on a session by what it is called."""
+    return policy.summary + ("; what it evicts can come back" if name.endswith(WITH_TIERS) else "")
+
+
 def names(text: str | None, option: str = "--compare") -> list[str]:
     """Read `h2o,streaming`.
 

@@ -270,7 +270,7 @@ def _page(
     views = [
         PolicyView(
             policy=name,
-            summary=policy.summary,
+            summary=_options.summary_of(name, policy),
             bounded=policy.bounded,
             main=name == first,
             report=done[name].report,

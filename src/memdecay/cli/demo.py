@@ -80,7 +80,7 @@ def _show(result: dict[str, Any]) -> None:
     peaks = _look.titled("Peak KV cache")
     tiered = any(result["tiers"].values())
     columns = ["policy", "tokens", "memory", "right"]
-    for column in [*columns, *(["outside", "came back"] if tiered else [])]:
+    for column in [*columns, *(["tokens outside", "pages back"] if tiered else [])]:
         peaks.add_column(column, justify="left" if column == "policy" else "right")
     for policy in policies:
         answers = [a for a in result["answers"] if a["policy"] == policy]

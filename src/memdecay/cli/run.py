@@ -104,7 +104,7 @@ def _show(result: Mapping[str, Any]) -> None:
     table = _look.titled("Against the full cache")
     tiered = any(one["tiers"] for one in everyone)
     columns = ["policy", "peak tokens", "peak KV", "Δ NLL / token", "same top token", "time"]
-    for column in [*columns, *(["outside", "came back"] if tiered else [])]:
+    for column in [*columns, *(["tokens outside", "pages back"] if tiered else [])]:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for one in everyone:
         table.add_row(

@@ -33,7 +33,7 @@ class TieredMemory:
         page_size: tokens a page.
         heads: (layer, query head) each, by whose keys pages are found.
         pages: at most how many pages a turn brings back; None for as many as fill half of what
-            pins leave of the budget.
+            pins leave of the budget, and for a long turn less.
         every: decode steps between two exchanges; 0 for none.
 
     Raises:
@@ -112,8 +112,12 @@ class TieredMemory:
             room: tokens of the turn. Room for them and for the first steps of an answer is left
                 free, but not more than half of what pins leave.
         """
-        wanted = self.outside.best(queries, self._most())
-        room = min(room + self.every, self._left() // 2)
+        left = self._left()
+        room = min(room + self.every, left // 2)
+        most = self._most()
+        if self.pages is None:  # a quarter stays what the policy keeps, however long the turn is
+            most = min(most, (left - room - left // 4) // self.outside.page_size)
+        wanted = self.outside.best(queries, max(most, 0))
         self._stay = tuple(self.outside.recall(wanted, room=room))
         self._tell(RESIDENT, self._stay)
 

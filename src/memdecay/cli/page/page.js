@@ -267,7 +267,7 @@
       // The tokens of a strip come one right after another: it starts with those of its first forward.
       for (const [e, change] of s.changes) {
         scoresBefore(e);
-        if (change < 0 || there || run.tiered) paint(change < 0 && e === s.last && !run.tiered ? x1 : at(e));
+        if (change < 0 || there || (run.tiered && e !== s.changes[0][0])) paint(change < 0 && e === s.last && !run.tiered ? x1 : at(e));
         if (change < 0 && !whole) {
           c.globalAlpha = .75; c.fillStyle = ink;
           if (h >= 3) c.fillRect(from - .5, y + tall * (there + change) / s.pages, 1, tall * -change / s.pages);
