@@ -23,10 +23,16 @@ from memdecay.regions import REGIONS, Profile, RegionPolicy
 
 if TYPE_CHECKING:
     from memdecay.engine import MemDecayCache, Session, load_model
+    from memdecay.tiers import Tiers
 
 __version__ = "0.1.0"
 
-_LAZY = ("MemDecayCache", "Session", "load_model")
+_LAZY = {
+    "MemDecayCache": "memdecay.engine",
+    "Session": "memdecay.engine",
+    "Tiers": "memdecay.tiers",
+    "load_model": "memdecay.engine",
+}
 
 __all__ = [
     "REGIONS",
@@ -42,6 +48,7 @@ __all__ = [
     "RegionPolicy",
     "Session",
     "SessionError",
+    "Tiers",
     "TraceError",
     "__version__",
     "get_policy",
@@ -52,5 +59,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module("memdecay.engine"), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'memdecay' has no attribute {name!r}")

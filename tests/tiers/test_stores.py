@@ -144,7 +144,7 @@ class Moves(RuleBasedStateMachine):
         assert self.store.tokens == sum(len(one.positions) for one in self.there.values())
         assert self.store.bytes == sum(map(nbytes, self.there.values()))
         if isinstance(self.store, DiskStore):
-            length = os.fstat(self.store._file.fileno()).st_size
+            length = os.fstat(self.store._shared.file.fileno()).st_size
             assert self.store.bytes <= self.store.file_bytes == length
             assert self.there or length == 0
 
@@ -224,7 +224,7 @@ def test_the_file_is_private_and_has_no_name(tmp_path: Path) -> None:
     for number, store in enumerate(stores):
         store.put(0, page(seed=number))
         if os.name == "posix":
-            about = os.fstat(store._file.fileno())
+            about = os.fstat(store._shared.file.fileno())
             assert stat.S_IMODE(about.st_mode) == 0o600 and about.st_nlink == 0
             assert not [*tmp_path.iterdir()]
     for number, store in enumerate(stores):
@@ -248,12 +248,12 @@ def test_a_page_that_changed_is_dropped_and_never_returned(damage: str) -> None:
         store.put(number, page(seed=number))
     size = store.bytes // 3
     if damage == "changed":
-        store._file.seek(size + size // 2)
-        byte = store._file.read(1)
-        store._file.seek(size + size // 2)
-        store._file.write(bytes([byte[0] ^ 1]))
+        store._shared.file.seek(size + size // 2)
+        byte = store._shared.file.read(1)
+        store._shared.file.seek(size + size // 2)
+        store._shared.file.write(bytes([byte[0] ^ 1]))
     else:
-        store._file.truncate(size + 3)
+        store._shared.file.truncate(size + 3)
     with pytest.warns(TierWarning, match="is lost and is dropped: what is read is not what was"):
         assert store.get(1) is None
     assert 1 not in store and store.bytes == 2 * size
@@ -289,12 +289,12 @@ class Failing:
 def test_a_full_disk_drops_the_page_and_goes_on() -> None:
     store = DiskStore()
     store.put(0, page())
-    file, size = store._file, store.file_bytes
-    store._file = Failing(file, free=nbytes(page()) // 2)
+    file, size = store._shared.file, store.file_bytes
+    store._shared.file = Failing(file, free=nbytes(page()) // 2)
     with pytest.warns(TierWarning, match="could not be kept and is dropped: No space left"):
         assert not store.put(1, page(seed=1))
     assert 1 not in store and store.file_bytes == size == os.fstat(file.fileno()).st_size
-    store._file = file
+    store._shared.file = file
     assert identical(store.get(0), page())
     assert store.put(1, page(seed=1)) and identical(store.get(1), page(seed=1))
 
@@ -302,7 +302,7 @@ def test_a_full_disk_drops_the_page_and_goes_on() -> None:
 def test_a_disk_that_cannot_be_read_loses_the_page() -> None:
     store = DiskStore()
     store.put(0, page())
-    store._file = Failing(store._file, free=0)
+    store._shared.file = Failing(store._shared.file, free=0)
     with pytest.warns(TierWarning, match="is lost and is dropped: Input/output error"):
         assert store.get(0) is None
     assert len(store) == 0
@@ -310,16 +310,16 @@ def test_a_disk_that_cannot_be_read_loses_the_page() -> None:
 
 def test_an_interrupted_write_leaves_no_trace() -> None:
     store = DiskStore()
-    file = store._file
+    file = store._shared.file
 
     class Interrupted(Failing):
         def write(self, content: memoryview) -> int:
             raise KeyboardInterrupt
 
-    store._file = Interrupted(file, free=0)
+    store._shared.file = Interrupted(file, free=0)
     with pytest.raises(KeyboardInterrupt):
         store.put(0, page())
-    store._file = file
+    store._shared.file = file
     assert (len(store), store.bytes, store.file_bytes) == (0, 0, 0)
     assert store.put(0, page()) and identical(store.get(0), page())
 

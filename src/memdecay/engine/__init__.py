@@ -2,7 +2,7 @@
 
 from memdecay.engine.cache import Evicted, MemDecayCache
 from memdecay.engine.loading import load_model
-from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
+from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores, TierReport
 from memdecay.engine.session import Session
 from memdecay.engine.support import FAMILIES
 
@@ -16,5 +16,6 @@ __all__ = [
     "Report",
     "Scores",
     "Session",
+    "TierReport",
     "load_model",
 ]

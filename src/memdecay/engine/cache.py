@@ -177,10 +177,13 @@ class MemDecayCache(AttachedCache):
 
     Whoever keeps what is evicted elsewhere sets `on_forget`: it is called with the row and the
     tokens before the budget evicts them; and `on_rollback`, called with how many tokens of the
-    sequence are left. Where all layers slide, what leaves the window is not given away.
+    sequence are left. Where all layers slide, what leaves the window is not given away. Whoever
+    exchanges tokens between decode steps sets `on_step`: it is called with how many tokens are to
+    come, before room is made for them.
 
     `recall_heads` are the (layer, query head) by which what was evicted can be found again, from
-    the profile or known for the model; () if there are none.
+    the profile or known for the model: those of `recall`, or else those of evidence, which find
+    less; () if there are none.
 
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
@@ -273,7 +276,8 @@ class MemDecayCache(AttachedCache):
             sets = self.profile.evidence.values()
             check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
-        found = with_known(self.profile, model.config).evidence.get("recall", ())
+        known = with_known(self.profile, model.config).evidence
+        found = known.get("recall") or known.get("read") or known.get("replay") or ()
         check_heads(((one.layer, one.head) for one in found), self.layout)
         self.recall_heads = tuple((one.layer, one.head) for one in found)
         self.watch = Watch(watched, self.layout)
@@ -284,6 +288,7 @@ class MemDecayCache(AttachedCache):
         self.on_forget: Callable[[int, Moved], None] | None = None
         self.on_rollback: Callable[[int], None] | None = None
         self.on_queries: Callable[[int, Tensor], None] | None = None
+        self.on_step: Callable[[int], None] | None = None
         self.listened = Watch((), self.layout)
         self._clear()
         super().__init__(
@@ -630,6 +635,8 @@ class MemDecayCache(AttachedCache):
             self._check_budget(new)
             if decoding or self.stepping:
                 self._release_queries()
+                if self.on_step is not None:
+                    self.on_step(max(new))
             self._make_room(new)
         except MemDecayError:
             if fresh:
@@ -1298,7 +1305,7 @@ class MemDecayCache(AttachedCache):
         other._labels, other._slabs = [], {}
         other._running = other._repeating = other._rollback_point = None
         other.on_evict = other.on_observe = other.on_heads = None
-        other.on_forget = other.on_rollback = other.on_queries = None
+        other.on_forget = other.on_rollback = other.on_queries = other.on_step = None
         other.listened = Watch((), self.layout)
         return other
 

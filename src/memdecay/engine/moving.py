@@ -230,20 +230,31 @@ def check_back(cache: MemDecayCache, moved: object) -> Moved:
             f"positions of moved has {_some(positions[kept])}, but each must be of a token that "
             f"is not kept."
         )
-    for table in cache.tables[1:]:
-        assert table.window is not None
-        lost = ~columns[_window(table)] & (positions > cache.seen - table.window)
-        if bool(lost.any()):
-            raise MemDecayError(
-                f"positions of moved has {_some(positions[lost])}, which the sliding layers let "
-                f"go of, but the next token would see it there."
-            )
+    lost = slid_away(cache, moved).to(device)
+    if bool(lost.any()):
+        raise MemDecayError(
+            f"positions of moved has {_some(positions[lost])}, which the sliding layers let "
+            f"go of, but the next token would see it there."
+        )
     if cache.budget is not None and ledger.over(cache.budget, len(moved)) > 0:
         raise BudgetError(
             f"{len(moved)} tokens do not fit back into budget={cache.budget}, of which "
             f"{ledger.length} are kept; evict {ledger.over(cache.budget, len(moved))} first."
         )
     return Moved(positions, moved.keys, moved.values, columns)
+
+
+def slid_away(cache: MemDecayCache, moved: Moved) -> Tensor:
+    """Return which tokens `(n,)` bool the next token would see where a sliding layer has none.
+
+    They were evicted when the window was beyond them, before a rollback. When it is there again
+    they can come back.
+    """
+    lost = torch.zeros(len(moved), dtype=torch.bool, device=moved.positions.device)
+    for table in cache.tables[1:]:
+        assert table.window is not None
+        lost |= ~moved.columns[_window(table)] & (moved.positions > cache.seen - table.window)
+    return lost
 
 
 def put_in(cache: MemDecayCache, moved: Moved) -> None:

@@ -86,6 +86,28 @@ class Idle:
 
 
 @dataclass(frozen=True)
+class TierReport:
+    """What is where of a session with tiers, and what moved.
+
+    Args:
+        tokens: "resident", "host" and "disk" -> tokens there.
+        bytes: the same -> bytes: resident those allocated for keys and values, host and disk those
+            of the pages there; and "summaries", by which pages outside are found. Copies of a
+            session share the bytes of pages, and each counts them.
+        moved_down: pages, or parts of them, that went from the budget to a tier or from memory to
+            disk, however often.
+        came_back: pages that came back into the budget, likewise.
+        lost: pages for which no tier had room, or that could not be read or written.
+    """
+
+    tokens: Mapping[str, int]
+    bytes: Mapping[str, int]
+    moved_down: int
+    came_back: int
+    lost: int
+
+
+@dataclass(frozen=True)
 class Report:
     """The state of a session; `to_dict` is JSON.
 
@@ -112,6 +134,7 @@ class Report:
         observations: attention observations so far.
         evidence: which evidence heads the policy can go by, and whose; None if it uses none.
         notes: what the user should know.
+        tiers: what is where and what moved; None for a session without tiers.
     """
 
     model: str
@@ -134,6 +157,7 @@ class Report:
     observations: int
     evidence: str | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+    tiers: TierReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

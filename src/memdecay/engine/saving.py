@@ -23,17 +23,22 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memdecay.engine.cache import MemDecayCache, _lasting
+from memdecay.engine.memory import tiers_from_dict
 from memdecay.engine.slots import SlotTable
 from memdecay.engine.support import check_supported
 from memdecay.errors import MemDecayError, SessionError
 from memdecay.policy import from_config, policy_config
+from memdecay.provenance import versions
 from memdecay.regions import Profile
 
 if TYPE_CHECKING:
     from memdecay.engine.session import Session
 
 FORMAT = 1
+WITH_TIERS = 2
+"""The format where something is outside, which what reads only format 1 must not pass over."""
 _JSON, _TENSORS = "session.json", "session-*.safetensors"
+_OUTSIDE = "outside."
 _SETTINGS = (
     "budget",
     "page_size",
@@ -95,7 +100,7 @@ def _write(folder: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -
     try:
         safetensors.torch.save_file(dict(tensors), made[0])
         document = {
-            "format": FORMAT,
+            "format": FORMAT if state["tiers"] is None else WITH_TIERS,
             "tensors": {"file": name, "sha256": _sha256(made[0])},
             "sha256": _digest(state),
             "session": state,
@@ -131,10 +136,10 @@ def load_session(
         document = json.loads((source / _JSON).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or "format" not in document:
             raise SessionError(f"{str(source / _JSON)!r} is not a saved session.")
-        if document["format"] != FORMAT:
+        if document["format"] not in (FORMAT, WITH_TIERS):
             raise SessionError(
                 f"The session in {str(source)!r} has format {document['format']!r}, but this "
-                f"memdecay reads format {FORMAT}."
+                f"memdecay reads formats {FORMAT} and {WITH_TIERS}."
             )
         state, file = document["session"], document["tensors"]["file"]
         if document["sha256"] != _digest(state):
@@ -149,7 +154,7 @@ def load_session(
                 f"The session in {str(source)!r} is damaged: {file} is missing, or not the file "
                 f"that was saved."
             )
-        tensors = safetensors.torch.load_file(source / file, device=str(model.device))
+        tensors = _tensors(source / file, str(model.device))
         try:
             return _restored(state, tensors, model, tokenizer)
         except MemDecayError as error:
@@ -170,6 +175,17 @@ def load_session(
         raise SessionError(
             f"The session in {str(source)!r} is damaged ({type(error).__name__})."
         ) from error
+
+
+def _tensors(file: Path, device: str) -> dict[str, Tensor]:
+    """Read tensors to a device, but those outside to memory."""
+    found: dict[str, Tensor] = {}
+    for where in dict.fromkeys((device, "cpu")):
+        with safetensors.safe_open(file, framework="pt", device=where) as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if where == ("cpu" if name.startswith(_OUTSIDE) else device):
+                    found[name] = stored.get_tensor(name)
+    return found
 
 
 def _check_same(
@@ -231,8 +247,6 @@ def _digest(value: Any) -> str:
 
 
 def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from memdecay import __version__
-
     cache = session.cache
     tensors: dict[str, Tensor] = {"ids": torch.tensor(session._ids, dtype=torch.int64)}
     if session._last_logits is not None:
@@ -249,8 +263,12 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
         hidden = ledger.trail.hidden() if ledger.trail is not None else None
         if hidden is not None:
             tensors[f"ledger.{row}.hidden"] = hidden
+    outside = None
+    if session._memory is not None:
+        outside, held = session._memory.state()
+        tensors.update({f"{_OUTSIDE}{name}": tensor for name, tensor in held.items()})
     state = {
-        "memdecay": __version__,
+        "memdecay": versions()["memdecay"],
         "model": fingerprint(session.model),
         "tokenizer": tokenizer_digest(session.tokenizer),
         "policy": policy_config(cache.policy),
@@ -271,6 +289,8 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
         "spans_of": {str(message): [*spans] for message, spans in session._spans_of.items()},
         "pinned_regions": sorted(session._pinned_regions),
         "peak_bytes": session._peak_bytes,
+        "tiers": session.tiers.to_dict() if session.tiers is not None else None,
+        "outside": outside,
     }
     return _plain(state), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
@@ -296,6 +316,7 @@ def _restored(
         policy=policy,
         profile=profile,
         prefill_chunk=state["prefill_chunk"],
+        tiers=tiers_from_dict(state.get("tiers")),
         **settings,
     )
     session.cache.default_region = default_region
@@ -309,6 +330,12 @@ def _restored(
     session._spans_of = {int(key): tuple(spans) for key, spans in state["spans_of"].items()}
     session._pinned_regions = set(state["pinned_regions"])
     session._peak_bytes = state["peak_bytes"]
+    if session._memory is not None:
+        held = {name: tensor for name, tensor in tensors.items() if name.startswith(_OUTSIDE)}
+        session._memory.restore(
+            state["outside"],
+            {name.removeprefix(_OUTSIDE): tensor for name, tensor in held.items()},
+        )
     return session
 
 

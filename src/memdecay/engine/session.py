@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.known import describe
+from memdecay.engine.memory import Memory, OpensMemory, open_memory
 from memdecay.engine.pins import check_pins
 from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
@@ -28,7 +30,7 @@ from memdecay.engine.scoring import Frame, Scorer, targets
 from memdecay.engine.streaming import Cancel, DroppedError, stream
 from memdecay.engine.timeline import TimelineRecorder
 from memdecay.engine.undo import Checkpoint
-from memdecay.errors import BudgetError, SessionError
+from memdecay.errors import BudgetError, SessionError, TraceError
 from memdecay.policy import DEFAULT_POLICY, Policy, policy_config
 from memdecay.prompt import Conversation, Message, Rendered
 from memdecay.regions import Profile
@@ -76,6 +78,8 @@ class Session:
         prefill_chunk: tokens of a prompt to read at once; a quarter of the budget if that is less.
         record_timeline: record the life of every page, for `timeline`.
         surprisal_vocabulary: for a policy that needs surprisal, see `MemDecayCache`.
+        tiers: where what is evicted goes, such as `memdecay.Tiers()`, to come back for messages
+            that ask for it; None to drop it.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -99,6 +103,7 @@ class Session:
         prefill_chunk: int = 256,
         record_timeline: bool = False,
         surprisal_vocabulary: int | None = 8192,
+        tiers: OpensMemory | None = None,
     ) -> None:
         if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int):
             raise SessionError(f"prefill_chunk is {prefill_chunk!r}, but it must be an integer.")
@@ -118,6 +123,8 @@ class Session:
             window=window,
             surprisal_vocabulary=surprisal_vocabulary,
         )
+        self.tiers = tiers
+        self._memory: Memory | None = open_memory(tiers, self.cache)
         self.conversation = Conversation(
             tokenizer, retrievers=retrievers, tools=tools, profile=self.cache.profile
         )
@@ -369,6 +376,7 @@ class Session:
             observations=cache.observations,
             evidence=describe(cache.profile) if "heads" in cache.policy.needs else None,
             notes=self._notes(),
+            tiers=self._memory.report() if self._memory is not None else None,
         )
 
     def timeline(self) -> dict[str, Any]:
@@ -390,6 +398,8 @@ class Session:
             other = Session.__new__(Session)
             other.__dict__.update(self.__dict__)
             other.cache = self.cache.copy()
+            if self._memory is not None:
+                other._memory = self._memory.copy(other.cache)
             other.conversation = self.conversation.copy()
             other._ids = [*self._ids]
             other._seen_by_region = dict(self._seen_by_region)
@@ -436,6 +446,8 @@ class Session:
 
     def _reset(self) -> None:
         self.cache.reset()
+        if self._memory is not None:
+            self._memory.clear()
         self.conversation = self._conversation(self._empty)
         self._clear()
 
@@ -449,6 +461,8 @@ class Session:
             writing.set()
         with self._lock:
             self._reset()
+            if self._memory is not None:
+                self._memory.close()
 
     def __enter__(self) -> Session:
         return self
@@ -470,14 +484,6 @@ class Session:
         pins = self._pins(rendered, first=first, pin=pin)
         check_pins(self.cache, rendered.regions, pins)
         undo.watch(len(rendered))
-        spans = [self._next_span + index for index in rendered.span_index]
-        start = 0
-        for end in range(1, len(pins) + 1):
-            if end == len(pins) or pins[end] != pins[start]:
-                self.cache.label(
-                    rendered.regions[start:end], spans=spans[start:end], pinned=pins[start]
-                )
-                start = end
         wanted = {}
         if score_chunk:
             roles = {
@@ -487,11 +493,93 @@ class Session:
             }
             wanted = targets(rendered, roles, self._framing(), self._ends())
         scorer = Scorer(rendered.ids, wanted, self.cache.seen, chunk=score_chunk)
-        self._run(rendered.ids, scorer)
+        for part in self._parts(rendered, first):
+            if self._memory is not None and part.ahead is not None:
+                self._bring_back(self._memory, rendered, pins, part)
+            self._label(rendered, pins, part.start, part.stop)
+            self._run(rendered.ids[: part.stop], scorer, start=part.start)
         for name in rendered.regions:
             self._seen_by_region[name] += 1
         self._number(rendered)
         return scorer.result()
+
+    def _parts(self, rendered: Rendered, first: int) -> list[_Part]:
+        """Cut new tokens where an answer of a new assistant message begins or ends.
+
+        What an assistant wrote asks for nothing before it is read: whoever foresees it must not
+        have looked at it.
+        """
+        end = len(rendered)
+        if self._memory is None:
+            return [_Part(0, end, None)]
+        messages = self.conversation.messages
+        parts: list[_Part] = []
+        for span in rendered.spans:
+            written = span.message >= first and messages[span.message]["role"] == "assistant"
+            if parts and (parts[-1].ahead is None) == written:
+                parts[-1] = replace(parts[-1], stop=span.end)
+            else:
+                parts.append(_Part(span.start, span.end, None if written else 0))
+        for number, part in enumerate(parts[:-1]):
+            if part.ahead is not None:
+                answer = rendered.ids[part.stop : parts[number + 1].stop]
+                parts[number] = replace(part, ahead=self._framing().opening(answer))
+        return parts
+
+    def _label(self, rendered: Rendered, pins: Sequence[bool], start: int, stop: int) -> None:
+        """Say of some of the new tokens what they are, before they are run."""
+        spans = [self._next_span + index for index in rendered.span_index]
+        for end in range(start + 1, stop + 1):
+            if end == stop or pins[end] != pins[start]:
+                self.cache.label(
+                    rendered.regions[start:end], spans=spans[start:end], pinned=pins[start]
+                )
+                start = end
+
+    def _bring_back(
+        self, memory: Memory, rendered: Rendered, pins: Sequence[bool], part: _Part
+    ) -> None:
+        """Let what part of the new tokens asks for come back, before it is read.
+
+        It is read once for that and taken back, with what opens the answer to it, as that asks
+        most.
+        """
+        count = part.stop - part.start
+        if not memory.wants(count):
+            return
+        stop = part.stop + (part.ahead or 0)
+        opening = self._opening(rendered, pins) if part.stop == len(rendered) else None
+        ids = [*rendered.ids[part.start : stop], *(opening.ids if opening is not None else ())]
+
+        def run() -> None:
+            self._label(rendered, pins, part.start, stop)
+            if opening is not None:
+                first = self._next_span + len(rendered.spans)
+                self.cache.label(
+                    opening.regions, spans=[first + index for index in opening.span_index]
+                )
+            self._run(ids)
+
+        known, logits = len(self._ids), self._last_logits
+        mark = self._recorder.mark() if self._recorder is not None else None
+        try:
+            queries = memory.look(run, len(ids))
+        finally:
+            del self._ids[known:]
+            self._last_logits = logits
+            if self._recorder is not None and mark is not None:
+                self._recorder.back_to(mark)
+        memory.exchange(queries, room=len(ids))
+
+    def _opening(self, rendered: Rendered, pins: Sequence[bool]) -> Rendered | None:
+        """Return what the template opens an answer to new tokens with, if it can and it fits."""
+        try:
+            opening = self.conversation.generation_prompt()
+            regions = [*rendered.regions, *opening.regions]
+            check_pins(self.cache, regions, [*pins, *[False] * len(opening)])
+        except (TraceError, BudgetError):
+            return None
+        return opening
 
     def _pins(self, rendered: Rendered, *, first: int, pin: bool) -> list[bool]:
         """Return which tokens are pinned by hand, if messages from `first` on are (`pin`)."""
@@ -500,8 +588,8 @@ class Session:
             for name, index in zip(rendered.regions, rendered.span_index, strict=True)
         ]
 
-    def _run(self, ids: Sequence[int], scorer: Scorer | None = None) -> None:
-        """Run the next tokens through the model: prompts by chunks, scored tokens as decode steps.
+    def _run(self, ids: Sequence[int], scorer: Scorer | None = None, *, start: int = 0) -> None:
+        """Run ids from `start` on through the model: prompts by chunks, scored as decode steps.
 
         A scored token was once written by a model, so the clock and the policy treat it as such,
         and several of one forward as so many decode steps. A policy that never evicts learns
@@ -509,9 +597,9 @@ class Session:
         """
         device = self.model.device
         decode = scorer is not None and self.cache.policy.bounded
-        if scorer is not None and self._last_logits is not None:
+        if scorer is not None and not start and self._last_logits is not None:
             scorer.add(self._last_logits[None], [0])
-        offset = 0
+        offset = start
         try:
             while offset < len(ids):
                 count = min(self._chunk(), len(ids) - offset)
@@ -769,6 +857,8 @@ class Session:
     def _undo(self) -> Iterator[_Undo]:
         """Make what follows change everything or nothing."""
         undo = _Undo(self)
+        if self._memory is not None:
+            self._memory.begin()
         try:
             yield undo
         except BaseException:
@@ -794,6 +884,22 @@ class Session:
         return notes
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some of the new tokens, by their offsets.
+
+    Args:
+        start: of the first.
+        stop: one past the last.
+        ahead: how many more, that only open an answer, they are looked at with; None for what an
+            assistant wrote.
+    """
+
+    start: int
+    stop: int
+    ahead: int | None
+
+
 class _Undo:
     """What a session was before an operation."""
 
@@ -802,6 +908,7 @@ class _Undo:
         self._checkpoint: Checkpoint | None = None
         self._ids = len(session._ids)
         self._mark = session._recorder.mark() if session._recorder is not None else None
+        self._outside = session._memory.mark() if session._memory is not None else None
         self._fields = {
             "conversation": session.conversation,
             "_seen_by_region": session._seen_by_region,
@@ -827,6 +934,8 @@ class _Undo:
         session = self._session
         if self._checkpoint is not None:
             self._checkpoint.restore()
+        if session._memory is not None:
+            session._memory.back_to(self._outside)
         session.__dict__.update(self._fields)
         del session._ids[self._ids :]
         if session._recorder is not None and self._mark is not None:

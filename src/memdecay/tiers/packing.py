@@ -40,6 +40,45 @@ class Layout:
     tokens: int
     nbytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, for `from_dict`."""
+        plain = {name: _told(value) for name, value in self.plain.items()}
+        tensors = [[name, key, _told(dtype), [*shape]] for name, key, dtype, shape in self.tensors]
+        return {
+            "kind": self.kind.__name__,
+            "tensors": tensors,
+            "mappings": [*self.mappings],
+            "plain": plain,
+            "tokens": self.tokens,
+            "nbytes": self.nbytes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """Return what `to_dict` told."""
+        from memdecay.engine.moving import Moved
+        from memdecay.tiers.quantized import Quantized
+
+        kinds = {kind.__name__: kind for kind in (Moved, Quantized)}
+        return cls(
+            kind=kinds[data["kind"]],
+            tensors=tuple(
+                (name, key, getattr(torch, dtype), torch.Size(shape))
+                for name, key, dtype, shape in data["tensors"]
+            ),
+            mappings=tuple(data["mappings"]),
+            plain={
+                name: getattr(torch, value)
+                if isinstance(value, str)
+                else tuple(value)
+                if isinstance(value, list)
+                else value
+                for name, value in data["plain"].items()
+            },
+            tokens=data["tokens"],
+            nbytes=data["nbytes"],
+        )
+
 
 def nbytes(page: Page) -> int:
     """Return the bytes of a page's tensors, packed or not."""
@@ -92,6 +131,13 @@ def unpack(buffer: Tensor, layout: Layout) -> Any:
         else:
             fields[name][key] = tensor
     return layout.kind(**fields)
+
+
+def _told(value: Any) -> Any:
+    """Return a value as JSON has it: a type by its name, a shape as a list."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return [*value] if isinstance(value, tuple) else value
 
 
 def _tensors(page: Page) -> list[tuple[str, str | None, Tensor]]:

@@ -6,21 +6,23 @@ look at come back into the budget, in exchange for the worst that are kept; then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import uninterrupted
-from memdecay.engine.moving import Moved, movable
+from memdecay.engine.moving import Moved, movable, slid_away
 from memdecay.engine.undo import Checkpoint
 from memdecay.errors import MemDecayError
 from memdecay.tiers.quantized import Quantized
 from memdecay.tiers.summaries import Summaries, rank
 
 _Result = TypeVar("_Result")
+_COUNTS = ("moved_down", "came_back", "lost")
 
 
 class PageStore(Protocol):
@@ -31,6 +33,17 @@ class PageStore(Protocol):
 
     def pop(self, page_id: int) -> Moved | Quantized | None:
         """Return a page and forget it; None if it was lost."""
+
+    def discard(self, page_id: int) -> None:
+        """Forget a page without reading it, if it is there."""
+
+
+@runtime_checkable
+class Copied(Protocol):
+    """A store that can be copied."""
+
+    def copy(self) -> PageStore:
+        """Return an independent copy."""
 
 
 class Outside:
@@ -52,6 +65,11 @@ class Outside:
         MemDecayError: `page_size` is not an integer of at least 1, the cache has another listener
             already, or its heads keep their own tokens.
         ProfileError: the model has no such head.
+
+    Attributes:
+        moved_down: pages that came here from the cache, or parts of pages, however often.
+        came_back: pages that went back, likewise.
+        lost: pages that could not be kept.
     """
 
     def __init__(
@@ -72,8 +90,58 @@ class Outside:
         self.page_size = page_size
         self._sizes: dict[int, int] = {}
         self._summaries: Summaries | None = None
+        self.moved_down = self.came_back = self.lost = 0
+        self._attach()
+
+    def clear(self) -> None:
+        """Forget that anything ever moved; the cache forgets the rest with its `reset`."""
+        self._summaries = None
+        self.moved_down = self.came_back = self.lost = 0
+
+    def _attach(self) -> None:
+        cache = self.cache
         cache.on_forget = self._forgotten
         cache.on_rollback = self._rolled_back
+
+    def copy(self, cache: MemDecayCache) -> Outside:
+        """Return the same for a copy of the cache, with a copy of the store (`Levels.copy`)."""
+        if not isinstance(self.store, Copied):
+            raise MemDecayError(
+                f"store is a {type(self.store).__name__}, but only one with `copy` can be copied."
+            )
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.cache, other.store = cache, self.store.copy()
+        other._sizes = dict(self._sizes)
+        other._summaries = copy.deepcopy(self._summaries)
+        other._attach()
+        return other
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return what is known of the pages, as plain JSON values and as tensors; not the store."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        if self._summaries is None:
+            return {"counts": counts, "summaries": None}, {}
+        plain, tensors = self._summaries.state()
+        return {"counts": counts, "summaries": plain}, tensors
+
+    def restore(
+        self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], sizes: Mapping[int, int]
+    ) -> None:
+        """Know what others of the same settings knew (mutates).
+
+        Args:
+            plain: of `state`.
+            tensors: likewise.
+            sizes: for each page that is in the store its tokens.
+        """
+        self._sizes = dict(sizes)
+        if plain["summaries"] is not None:
+            self._summaries = self._new_summaries(tensors["mean"].shape[-1])
+            self._summaries.restore(plain["summaries"], tensors)
+            for page in {*self._summaries.pages} - sizes.keys():
+                self._summaries.remove(page)
+        self.__dict__.update(plain["counts"])
 
     # What is outside
 
@@ -109,7 +177,9 @@ class Outside:
     # The way back
 
     @uninterrupted
-    def recall(self, pages: Sequence[int], *, room: int = 0) -> list[int]:
+    def recall(
+        self, pages: Sequence[int], *, room: int = 0, staying: Collection[int] = ()
+    ) -> list[int]:
         """Bring pages back, in exchange for the worst tokens that are kept.
 
         What is kept of these pages stays. The budget holds at every moment: the worst go first.
@@ -117,6 +187,7 @@ class Outside:
         Args:
             pages: best first; those that are not outside are passed over.
             room: tokens of the budget to leave free, for what is read next.
+            staying: pages of which what is kept does not go for them, if there is room for that.
 
         Returns:
             The pages that came back: as many, from the first on, as the budget can hold beside
@@ -133,10 +204,8 @@ class Outside:
         # A pin keeps the rest of a page that comes back from going meanwhile.
         free = ledger["position"][~ledger["pinned"]]
         try:
-            chosen = wanted if limit is None else self._fitting(wanted, free, limit)
-            if limit is not None and chosen:
-                self.cache.shrink(limit - self._size(chosen))
-            return self._bring(chosen)
+            chosen = wanted if limit is None else self._fitting(wanted, free, limit, staying)
+            return self._bring(chosen, limit)
         finally:
             self._pin(free, [])
 
@@ -161,13 +230,19 @@ class Outside:
                 f"model, but pages are found by at least one head."
             )
         heard: list[Tensor] = []
-        checkpoint = Checkpoint(self.cache, count)
-        self.cache.listen(self.heads, lambda row, queries: heard.append(queries))
+        cache = self.cache
+        checkpoint = Checkpoint(cache, count)
+        before, kept = (cache.evicted_tokens, cache.evicted_pages), self._kept()
+        heads, listener = cache.listened.heads, cache.on_queries
+        cache.listen(self.heads, lambda row, queries: heard.append(queries))
         try:
             run()
         finally:
-            self.cache.listen((), None)
+            cache.listen(heads, listener)
             checkpoint.restore()
+            # What was read and evicted in the look was never there.
+            gone = [then - now for then, now in zip(kept, self._kept(), strict=True)]
+            cache.evicted_tokens, cache.evicted_pages = before[0] + gone[0], before[1] + gone[1]
         if not heard:
             raise MemDecayError("run read no tokens, but a turn is looked at by what it reads.")
         return torch.cat(heard, 1)
@@ -195,22 +270,31 @@ class Outside:
             self.recall(wanted, room=min(count + room, half))
         return run()
 
+    def _kept(self) -> tuple[int, int]:
+        """Return the tokens and pages that the cache keeps."""
+        cache = self.cache
+        return cache.kept(), cache.ledgers[0].num_pages if cache.ledgers else 0
+
     def _overflows(self, count: int) -> bool:
         budget = self.cache.budget
         return budget is not None and self.cache.kept() + count > budget
 
-    def _fitting(self, pages: list[int], free: Tensor, limit: int) -> list[int]:
+    def _fitting(
+        self, pages: list[int], free: Tensor, limit: int, staying: Collection[int]
+    ) -> list[int]:
         """Return the first of some pages that fit beside what must stay, and pin them."""
         ledger = self.cache.ledgers[0]
 
         def fits(some: list[int]) -> bool:
-            self._pin(free, some)
+            self._pin(free, [*staying, *some])
             return self._size(some) + max(sum(ledger.stuck()), 1) <= limit
 
+        if not fits(pages[:1]):
+            staying = ()
         if not pages or fits(pages):
             return pages
         count = next(n for n in range(len(pages)) if not fits(pages[: n + 1]))
-        self._pin(free, pages[:count])
+        fits(pages[:count])
         return pages[:count]
 
     def _size(self, pages: Sequence[int]) -> int:
@@ -224,32 +308,40 @@ class Outside:
         ours = torch.isin(position, free)
         ledger["pinned"][ours] = torch.isin(position[ours] // self.page_size, numbers)
 
-    def _bring(self, pages: Sequence[int]) -> list[int]:
-        """Put pages back for which there is room; returns those that were not lost."""
+    def _bring(self, pages: Sequence[int], limit: int | None) -> list[int]:
+        """Put pages back, within a limit of tokens kept; returns those that were not lost."""
+        # They leave the store first, where what goes for them may need their room.
         found = {page: self._out(page) for page in pages}
         parts = [part for part in found.values() if part is not None]
         if not parts:
             return []
         moved = Moved.joined(parts)
-        kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
-        known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
-        if bool(known.any()):
-            moved = moved.select(~known)
+        waiting = slid_away(self.cache, moved)
+        if bool(waiting.any()):
+            self._keep(moved.select(waiting))
+            moved = moved.select(~waiting)
         try:
-            self.cache.put_back(moved)
-        except MemDecayError:
+            if limit is not None and len(moved):
+                self.cache.shrink(limit - len(moved))
+            kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
+            known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
+            self.cache.put_back(moved.select(~known) if bool(known.any()) else moved)
+        except BaseException:
             self._keep(moved)
             raise
-        return [page for page, part in found.items() if part is not None]
+        back = {*(moved.positions // self.page_size).tolist()}
+        self.came_back += len(back)
+        return [page for page in found if page in back]
 
     # The way out
 
     def _forgotten(self, row: int, moved: Moved) -> None:
         """Keep what the cache is about to evict."""
-        self._keep(moved.to("cpu"))
+        self.moved_down += self._keep(moved.to("cpu"))
 
-    def _keep(self, moved: Moved) -> None:
-        """Keep tokens, each with what is outside of its page already."""
+    def _keep(self, moved: Moved) -> int:
+        """Keep tokens, each with what is outside of its page already; returns how many pages."""
+        count = 0
         numbers = moved.positions // self.page_size
         for page in numbers.unique().tolist():
             part, rest = moved.select(numbers == page), None
@@ -257,8 +349,13 @@ class Outside:
             if before is not None:
                 rest = before.select(~torch.isin(before.positions, part.positions))
                 part = Moved.joined([rest, part])
-            if not self._store(page, part) and rest is not None and len(rest):
+            if self._store(page, part):
+                count += 1
+                continue
+            self.lost += 1
+            if rest is not None and len(rest):
                 self._store(page, rest)
+        return count
 
     def _store(self, page: int, part: Moved) -> bool:
         """Put a page into the store and among the summaries, if there is room for it."""
@@ -270,28 +367,46 @@ class Outside:
 
     def _out(self, page: int) -> Moved | None:
         """Return what is outside of a page, and keep it no longer."""
-        if self._sizes.pop(page, None) is None:
+        if not self._struck(page):
             return None
-        if self._summaries is not None:
-            self._summaries.remove(page)
         found = self.store.pop(page)
+        self.lost += found is None
         return found.restore() if isinstance(found, Quantized) else found
+
+    def dropped(self, page: int) -> None:
+        """Take note that the store has lost a page on its own (mutates)."""
+        self.lost += self._struck(page)
+
+    def _struck(self, page: int) -> bool:
+        """Strike a page off, but for the store; False if it was not outside."""
+        known = self._sizes.pop(page, None) is not None
+        if known and self._summaries is not None:
+            self._summaries.remove(page)
+        return known
 
     def _summarise(self, page: int, keys: Tensor) -> None:
         if not self.heads:
             return
         if self._summaries is None:
-            layout = self.cache.layout
-            per_kv = layout.num_heads // layout.num_kv_heads
-            self._summaries = Summaries(self.heads, heads_per_kv=per_kv, head_dim=keys.shape[-1])
+            self._summaries = self._new_summaries(keys.shape[-1])
         self._summaries.add(page, keys)
+
+    def _new_summaries(self, head_dim: int) -> Summaries:
+        layout = self.cache.layout
+        per_kv = layout.num_heads // layout.num_kv_heads
+        return Summaries(self.heads, heads_per_kv=per_kv, head_dim=head_dim)
 
     def _rolled_back(self, seen: int) -> None:
         """Forget what the sequence has not seen any more."""
         for page in [page for page in self._sizes if (page + 1) * self.page_size > seen]:
+            if page * self.page_size >= seen:
+                self._struck(page)
+                self.store.discard(page)
+                continue
             moved = self._out(page)
-            if moved is not None:
-                self._keep(moved.select(moved.positions < seen))
+            left = None if moved is None else moved.select(moved.positions < seen)
+            if left is not None and len(left):
+                self._keep(left)
 
 
 def _check_integer(name: str, value: object, minimum: int) -> None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import errno
 import os
-import tempfile
 import threading
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from memdecay.errors import MemDecayError
-from memdecay.tiers.extents import Extents
+from memdecay.tiers.files import Extent, NamelessFile
 from memdecay.tiers.packing import Layout, nbytes, pack, unpack
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from memdecay.tiers.packing import Page
 
 _Place = TypeVar("_Place")
@@ -99,7 +96,7 @@ class Store(abc.ABC, Generic[_Place]):
             raise MemDecayError(f"page_id is {page_id!r}, but that page is in the store already.")
         if not len(page.positions):
             raise MemDecayError(f"Page {page_id!r} has no tokens, but it must have at least one.")
-        if not self._has_room(len(page.positions), nbytes(page)):
+        if not self.has_room(page):
             return False
         buffer, layout = self._pack(page)
         try:
@@ -112,6 +109,24 @@ class Store(abc.ABC, Generic[_Place]):
             return False
         return True
 
+    def has_room(self, page: Page, *, empty: bool = False) -> bool:
+        """Say whether the limits leave room for a page: now, or if nothing else were there."""
+        tokens, size = (0, 0) if empty else (self._tokens, self._bytes)
+        enough_tokens = self.max_tokens is None or tokens + len(page.positions) <= self.max_tokens
+        return enough_tokens and (self.max_bytes is None or size + nbytes(page) <= self.max_bytes)
+
+    def copy(self) -> Self:
+        """Return an independent store of the same pages.
+
+        What a page holds never changes, so both have the same bytes of it; each counts them.
+        """
+        other = object.__new__(type(self))
+        with self._lock:
+            other.__dict__.update(self.__dict__)
+            other._pages = dict(self._pages)
+        other._lock = threading.Lock()
+        return other
+
     def get(self, page_id: int) -> Page | None:
         """Return a page, or None if it is not there or was lost."""
         return self._out(page_id, stays=True)
@@ -120,6 +135,10 @@ class Store(abc.ABC, Generic[_Place]):
         """Return a page and forget it (mutates), or None if it is not there or was lost."""
         return self._out(page_id, stays=False)
 
+    def packed(self, page_id: int) -> tuple[Tensor, Layout] | None:
+        """Return a page as `pack` does, or None if it is not there or was lost."""
+        return self._fetched(page_id, stays=True)
+
     def discard(self, page_id: int) -> None:
         """Forget a page without reading it, if it is there (mutates)."""
         with self._lock:
@@ -127,6 +146,10 @@ class Store(abc.ABC, Generic[_Place]):
                 self._forget(page_id)
 
     def _out(self, page_id: int, *, stays: bool) -> Page | None:
+        found = self._fetched(page_id, stays=stays)
+        return None if found is None else cast("Page", unpack(*found))
+
+    def _fetched(self, page_id: int, *, stays: bool) -> tuple[Tensor, Layout] | None:
         lost: OSError | None = None
         with self._lock:
             if page_id not in self._pages:
@@ -141,17 +164,13 @@ class Store(abc.ABC, Generic[_Place]):
         if lost:
             _warn("is lost", lost)
             return None
-        return cast("Page", unpack(buffer, layout))
+        return buffer, layout
 
     def _forget(self, page_id: int) -> None:
         layout, place = self._pages.pop(page_id)
         self._tokens -= layout.tokens
         self._bytes -= layout.nbytes
         self._free(place)
-
-    def _has_room(self, tokens: int, size: int) -> bool:
-        enough_tokens = self.max_tokens is None or self._tokens + tokens <= self.max_tokens
-        return enough_tokens and (self.max_bytes is None or self._bytes + size <= self.max_bytes)
 
     def _pack(self, page: Page) -> tuple[Tensor, Layout]:
         return pack(page)
@@ -188,14 +207,7 @@ class HostStore(Store[Tensor]):
         pass  # with the last reference
 
 
-@dataclass(frozen=True)
-class _Extent:
-    start: int
-    size: int
-    checksum: int
-
-
-class DiskStore(Store[_Extent]):
+class DiskStore(Store[Extent]):
     """Pages in one file without a name, which ends with this process however it ends.
 
     Where the system allows it the file never has a name (`O_TMPFILE`); else it is made for this
@@ -224,30 +236,35 @@ class DiskStore(Store[_Extent]):
         max_bytes: int | None = None,
     ) -> None:
         super().__init__(max_tokens=max_tokens, max_bytes=max_bytes)
-        try:
-            made = tempfile.TemporaryFile(  # noqa: SIM115
-                buffering=0, prefix=".memdecay-", dir=directory
-            )
-        except (OSError, TypeError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise MemDecayError(
-                f"directory is {directory!r}, but no file can be made there: {reason}."
-            ) from error
-        self._file: Any = made
-        self._extents = Extents()
-        self._closed = weakref.finalize(self, self._file.close)
+        self._shared = NamelessFile(directory)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open = True
+        self._collected = weakref.finalize(self, self._shared.leave, self._pages)
+        self._collected.atexit = False
 
     @property
     def file_bytes(self) -> int:
-        """The length of the file: its pages, and gaps between them."""
-        return self._extents.end
+        """The length of the file: its pages, those of its copies, and gaps between them."""
+        return self._shared.end
+
+    def copy(self) -> Self:
+        """Return an independent store of the same pages, in the same file; see `Store.copy`."""
+        other = super().copy()
+        self._shared.share(place for _, place in other._pages.values())
+        other._begin()
+        return other
 
     def close(self) -> None:
         """Forget all pages and give the disk space back; the store keeps nothing from then on."""
         with self._lock:
             for page_id in [*self._pages]:
                 self._forget(page_id)
-            self._closed()
+            if self._open:
+                self._open = False
+                self._collected.detach()
+                self._shared.close()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -260,43 +277,21 @@ class DiskStore(Store[_Extent]):
     ) -> None:
         self.close()
 
-    def _keep(self, buffer: Tensor) -> _Extent:
-        if not self._closed.alive:
+    def _keep(self, buffer: Tensor) -> Extent:
+        if not self._open:
             raise OSError(errno.EBADF, "the store is closed")
-        content = buffer.numpy().data
-        extent = _Extent(self._extents.take(len(content)), len(content), zlib.crc32(content))
-        try:
-            self._file.seek(extent.start)
-            while content:
-                content = content[self._file.write(content) :]
-        except BaseException:
-            self._free(extent)
-            raise
-        return extent
+        return self._shared.write(buffer)
 
-    def _fetch(self, place: _Extent) -> Tensor:
-        buffer = torch.empty(place.size, dtype=torch.uint8)
-        content = buffer.numpy().data
-        self._file.seek(place.start)
-        rest = content
-        while rest and (count := self._file.readinto(rest)):
-            rest = rest[count:]
-        if rest or zlib.crc32(content) != place.checksum:
-            raise OSError(errno.EIO, "what is read is not what was written")
-        return buffer
+    def _fetch(self, place: Extent) -> Tensor:
+        return self._shared.read(place)
 
-    def _free(self, place: _Extent) -> None:
-        before = self._extents.end
-        self._extents.give_back(place.start, place.size)
-        if self._extents.end < before:
-            # What cannot be cut off now is written over later.
-            with contextlib.suppress(OSError, ValueError):
-                self._file.truncate(self._extents.end)
+    def _free(self, place: Extent) -> None:
+        self._shared.free(place)
 
 
 def _warn(what: str, error: OSError) -> None:
     warnings.warn(
         f"A page outside {what} and is dropped: {error.strerror or error}.",
         TierWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -7,7 +7,8 @@ are kept, at 8 bits, and new queries of these heads are held against all of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,31 @@ class Summaries:
         self._by_length[count].remove(page_id)
         if not len(self._by_length[count]):
             del self._by_length[count]
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
+        tensors = {"mean": self._mean, "deviation": self._deviation}
+        lengths = {}
+        for count, runs in self._by_length.items():
+            lengths[str(count)], columns = runs.state()
+            tensors |= {f"{count}.{name}": column for name, column in columns.items()}
+        return {"lengths": lengths, "fitted": self._fitted}, tensors
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keep what others of the same heads and model kept (mutates).
+
+        Args:
+            plain: of `state`.
+            tensors: likewise; they are taken over.
+        """
+        for count, runs in plain["lengths"].items():
+            columns = {name: tensors[f"{count}.{name}"] for name in ("codes", "scale")}
+            self._by_length[int(count)] = kept = Runs(**columns)
+            kept.restore(runs, columns)
+            self._length |= dict.fromkeys(kept.pages, int(count))
+        self._tokens = sum(self._length.values())
+        self._fitted = plain["fitted"]
+        self._mean, self._deviation = tensors["mean"], tensors["deviation"]
 
     def _fit(self, keys: Tensor) -> None:
         """Take the channels' means and deviations from (kv_heads, ..., head_dim) (mutates)."""

@@ -1,0 +1,88 @@
+"""What a session asks of the memory beside its cache; the room of tiers has it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from torch import Tensor
+
+from memdecay.errors import SessionError
+
+if TYPE_CHECKING:
+    from memdecay.engine.cache import MemDecayCache
+    from memdecay.engine.report import TierReport
+
+
+class Memory(Protocol):
+    """What a cache has forgotten, and the way back for it."""
+
+    def begin(self) -> None:
+        """Say that tokens will be read or written now."""
+
+    def wants(self, count: int) -> bool:
+        """Say whether to look at a turn of so many tokens before it is read."""
+
+    def look(self, run: Callable[[], object], count: int) -> Tensor:
+        """Run a turn and take it back from the cache; returns its queries."""
+
+    def exchange(self, queries: Tensor, *, room: int) -> None:
+        """Bring back what these queries ask for, with room left for so many tokens."""
+
+    def mark(self) -> Any:
+        """Return what `back_to` needs if what follows fails."""
+
+    def back_to(self, mark: Any) -> None:
+        """Take note that what followed `mark` never happened; the cache is as it was already."""
+
+    def copy(self, cache: MemDecayCache) -> Memory:
+        """Return an independent copy for a copy of the cache."""
+
+    def report(self) -> TierReport:
+        """Return what is where, and what moved."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return all of it, as plain JSON values and as tensors on the CPU."""
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Hold what `state` told, in a memory of the same settings that holds nothing."""
+
+    def clear(self) -> None:
+        """Forget everything; the cache was reset already."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+@runtime_checkable
+class OpensMemory(Protocol):
+    """Settings of a memory, such as `memdecay.Tiers`."""
+
+    def open(self, cache: MemDecayCache) -> Memory:
+        """Return the memory of a cache that was just made."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+
+
+def open_memory(tiers: object, cache: MemDecayCache) -> Memory | None:
+    """Return the memory of a session, None if it has none.
+
+    Raises:
+        SessionError: these are no settings of a memory.
+        MemDecayError: they do not fit the cache.
+    """
+    if tiers is None:
+        return None
+    if isinstance(tiers, type) or not isinstance(tiers, OpensMemory):
+        raise SessionError(f"tiers is {tiers!r}, but it must be memdecay.Tiers(...) or None.")
+    return tiers.open(cache)
+
+
+def tiers_from_dict(saved: Mapping[str, Any] | None) -> OpensMemory | None:
+    """Return the settings that were saved; their room is below this one, so it is looked up."""
+    if saved is None:
+        return None
+    made = importlib.import_module("memdecay.tiers").Tiers.from_dict(saved)
+    return cast("OpensMemory", made)

@@ -1,0 +1,202 @@
+"""The tiers of a session: which pages a turn, or an answer on its way, brings back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.report import TierReport
+from memdecay.tiers.levels import LOST, Levels
+from memdecay.tiers.recall import Outside
+
+FEW = 4
+"""Pages that an exchange between two decode steps brings back at most."""
+
+
+class TieredMemory:
+    """What a cache forgets, by tiers, and when it comes back; see `Tiers` for the settings.
+
+    A turn is looked at for its queries, and the pages that they ask for come back before it is
+    read. These stay until the next turn while the answer is written, where every few steps the
+    queries of the last ones bring back a few more pages. Each exchange leaves room for the steps
+    up to the next one, so that nothing goes in between for which something has just come.
+
+    Args:
+        cache: of one sequence, which holds nothing yet.
+        levels: where pages are kept; it must be empty, and nobody else's.
+        page_size: tokens a page.
+        heads: (layer, query head) each, by whose keys pages are found.
+        pages: at most how many pages a turn brings back; None for as many as fill half of what
+            pins leave of the budget.
+        every: decode steps between two exchanges; 0 for none.
+
+    Raises:
+        MemDecayError, ProfileError: as for `Outside`.
+    """
+
+    def __init__(
+        self,
+        cache: MemDecayCache,
+        levels: Levels,
+        *,
+        page_size: int,
+        heads: tuple[tuple[int, int], ...],
+        pages: int | None,
+        every: int,
+    ) -> None:
+        self.cache = cache
+        self.levels = levels
+        self.outside = Outside(cache, levels, page_size=page_size, heads=heads)
+        self.pages, self.every = pages, every
+        self._stay: tuple[int, ...] = ()  # pages that the last turn brought back
+        self._attach()
+
+    def _attach(self) -> None:
+        self.levels.on_move = self._moved
+        self.begin()
+        if self.every:
+            self.cache.on_step = self._step
+            self.cache.listen(self.outside.heads, self._heard)
+
+    def _moved(self, page: int, tier: str) -> None:
+        if tier == LOST:
+            self.outside.dropped(page)
+
+    # Turns
+
+    def begin(self) -> None:
+        """Say that tokens will be read or written now: steps are counted from here."""
+        self._asked: list[Tensor] = []
+        self._steps = 0
+        self._expected = -1
+
+    def wants(self, count: int) -> bool:
+        """Say whether to look at a turn before it is read: whether anything could come back.
+
+        Args:
+            count: tokens of the turn.
+        """
+        cache = self.cache
+        full = cache.budget is not None and cache.kept() + count > cache.budget
+        return bool(cache.seen and (self.outside.tokens or full) and self._most())
+
+    def look(self, run: Callable[[], object], count: int) -> Tensor:
+        """Run a turn and take it back; see `Outside.look`."""
+        return self.outside.look(run, count)
+
+    def exchange(self, queries: Tensor, *, room: int) -> None:
+        """Bring back what a turn asks for, and let what the last one brought back go (mutates).
+
+        Args:
+            queries: of the turn, as `look` returned them.
+            room: tokens of the turn. Room for them and for the first steps of an answer is left
+                free, but not more than half of what pins leave.
+        """
+        wanted = self.outside.best(queries, self._most())
+        room = min(room + self.every, self._left() // 2)
+        self._stay = tuple(self.outside.recall(wanted, room=room))
+
+    def _left(self) -> int:
+        """Return what pins and the page being filled leave of the budget, in tokens."""
+        cache = self.cache
+        budget = cache.budget if cache.budget is not None else cache.kept() + self.outside.tokens
+        return max(0, budget - sum(cache.ledgers[0].stuck()))
+
+    def _most(self) -> int:
+        """Return how many pages a turn may bring back."""
+        return self._left() // 2 // self.outside.page_size if self.pages is None else self.pages
+
+    # Decode steps
+
+    def _step(self, count: int) -> None:
+        """So many tokens are about to be written, or read as if they were."""
+        if self._steps >= self.every:
+            if self._asked and self.outside.tokens:
+                few = min(FEW, max(1, self._most() // 4))
+                wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
+                room = min(max(count, self.every), self._left() // 2)
+                self.outside.recall(wanted, room=room, staying=self._stay)
+            self.begin()
+        self._steps += count
+        self._expected = self.cache.seen + count
+
+    def _heard(self, row: int, queries: Tensor) -> None:
+        if self.cache.seen == self._expected:  # else they are of a prompt
+            self._asked.append(queries)
+
+    # The life of a session
+
+    def mark(self) -> tuple[int, ...]:
+        """Return what `back_to` needs if what follows fails."""
+        return self._stay
+
+    def back_to(self, mark: tuple[int, ...]) -> None:
+        """Take note that what followed `mark` never happened; the cache is as it was already."""
+        self._stay = mark
+        self.begin()
+
+    def copy(self, cache: MemDecayCache) -> TieredMemory:
+        """Return an independent copy for a copy of the cache; they share the bytes of pages."""
+        other = copy.copy(self)
+        other.cache = cache
+        other.outside = self.outside.copy(cache)
+        assert isinstance(other.outside.store, Levels)
+        other.levels = other.outside.store
+        other._attach()
+        return other
+
+    def report(self) -> TierReport:
+        """Return what is where, and what moved."""
+        cache, outside, stores = self.cache, self.outside, self.levels.stores
+        tokens = {name: store.tokens for name, store in stores.items()}
+        size = {name: store.bytes for name, store in stores.items()}
+        return TierReport(
+            tokens={"resident": cache.kept(), "host": 0, "disk": 0, **tokens},
+            bytes={
+                "resident": cache.nbytes,
+                "host": 0,
+                "disk": 0,
+                **size,
+                "summaries": outside.summary_bytes,
+            },
+            moved_down=outside.moved_down + self.levels.moved_down,
+            came_back=outside.came_back,
+            lost=outside.lost,
+        )
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return all that is outside, as plain JSON values and as tensors, for `restore`."""
+        levels, pages = self.levels.state()
+        known, summaries = self.outside.state()
+        plain = {"levels": levels, "outside": known, "stay": [*self._stay]}
+        return plain, {
+            **{f"page.{name}": tensor for name, tensor in pages.items()},
+            **{f"known.{name}": tensor for name, tensor in summaries.items()},
+        }
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Hold what `state` told, in a memory of the same settings that holds nothing (mutates)."""
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            names = [name for name in tensors if name.startswith(prefix)]
+            return {name.removeprefix(prefix): tensors[name] for name in names}
+
+        sizes = self.levels.restore(plain["levels"], under("page."))
+        self.outside.restore(plain["outside"], under("known."), sizes)
+        self._stay = tuple(plain["stay"])
+
+    def clear(self) -> None:
+        """Forget everything; the cache was reset already."""
+        self.outside.clear()
+        self.levels.moved_down = 0
+        self._stay = ()
+        self.begin()
+
+    def close(self) -> None:
+        """Free everything; what is evicted from now on is not written to disk any more."""
+        self.levels.close()
