@@ -182,7 +182,8 @@ class MemDecayCache(AttachedCache):
     come, before room is made for them.
 
     `recall_heads` are the (layer, query head) by which what was evicted can be found again, from
-    the profile or known for the model; () if there are none.
+    the profile or known for the model: those of `recall`, or else those of evidence, which find
+    less; () if there are none.
 
     Args:
         model: the model that will use it. Nothing on it changes between forwards.
@@ -275,7 +276,8 @@ class MemDecayCache(AttachedCache):
             sets = self.profile.evidence.values()
             check_heads(((one.layer, one.head) for heads in sets for one in heads), self.layout)
         watched = self.policy.heads(self.profile) if "heads" in self.policy.needs else ()
-        found = with_known(self.profile, model.config).evidence.get("recall", ())
+        known = with_known(self.profile, model.config).evidence
+        found = known.get("recall") or known.get("read") or known.get("replay") or ()
         check_heads(((one.layer, one.head) for one in found), self.layout)
         self.recall_heads = tuple((one.layer, one.head) for one in found)
         self.watch = Watch(watched, self.layout)

@@ -137,7 +137,7 @@ class Outside:
         """
         self._sizes = dict(sizes)
         if plain["summaries"] is not None:
-            self._summaries = self._new_summaries(plain["summaries"]["head_dim"])
+            self._summaries = self._new_summaries(tensors["mean"].shape[-1])
             self._summaries.restore(plain["summaries"], tensors)
             for page in {*self._summaries.pages} - sizes.keys():
                 self._summaries.remove(page)

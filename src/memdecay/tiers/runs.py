@@ -83,21 +83,26 @@ class Runs:
             self._number = {page: number for number, page in enumerate(self._number)}
             self._segments = None
 
+    def live(self, values: Tensor) -> Tensor:
+        """Return those of (runs, ...) that are of pages that are there, in the order of `pages`."""
+        return values.index_select(0, self._by_page()[1])
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
         plain = {"runs": [*self._number.items()], "lengths": self._lengths, "dead": self._dead}
         return plain, {name: self[name].contiguous() for name in self._columns}
 
-    def restore(self, plain: Mapping[str, Any]) -> None:
-        """Take the columns, of `state` like this, to be of these pages (mutates)."""
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keep what others of the same columns kept (mutates).
+
+        Args:
+            plain: of `state`.
+            tensors: likewise; they are taken over.
+        """
+        self._columns = {name: tensors[name] for name in self._columns}
         self._number = {page: number for page, number in plain["runs"]}
         self._lengths, self._dead = list(plain["lengths"]), plain["dead"]
-        self._used = next(iter(self._columns.values())).shape[1]
-        self._segments = None
-
-    def live(self, values: Tensor) -> Tensor:
-        """Return those of (runs, ...) that are of pages that are there, in the order of `pages`."""
-        return values.index_select(0, self._by_page()[1])
+        self._used, self._segments = sum(self._lengths), None
 
     def total(self, values: Tensor) -> Tensor:
         """Return (num_pages,), the sum over each page's rows.

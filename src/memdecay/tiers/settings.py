@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from memdecay.engine.cache import MemDecayCache
-from memdecay.engine.known import with_known
 from memdecay.errors import MemDecayError
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.memory import TieredMemory
@@ -115,7 +114,7 @@ class Tiers:
             raise MemDecayError(
                 f"The cache has seen {cache.seen} tokens, but tiers are for a cache that is new."
             )
-        heads = _heads(cache)
+        heads = cache.recall_heads
         if not heads:
             raise MemDecayError(
                 "tiers find pages by evidence heads, but none are known for this model; give a "
@@ -145,15 +144,6 @@ class Tiers:
     def from_dict(cls, data: Mapping[str, Any]) -> Tiers:
         """Return what `to_dict` told."""
         return cls(**data)
-
-
-def _heads(cache: MemDecayCache) -> tuple[tuple[int, int], ...]:
-    """Return the heads by which pages are found: those measured for it, or others that tell."""
-    if cache.recall_heads or cache.watch.heads:
-        return cache.recall_heads or cache.watch.heads
-    evidence = with_known(cache.profile, cache.attachment.decoder.config).evidence
-    found = evidence.get("read") or evidence.get("replay") or ()
-    return tuple((one.layer, one.head) for one in found)
 
 
 def _limits(name: str, value: object) -> dict[str, int | None]:

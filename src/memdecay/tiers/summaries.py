@@ -111,13 +111,12 @@ class Summaries:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
-        runs: list[Any] = []
         tensors = {"mean": self._mean, "deviation": self._deviation}
-        for count, kept in self._by_length.items():
-            plain, columns = kept.state()
-            runs.append([count, plain])
+        lengths = {}
+        for count, runs in self._by_length.items():
+            lengths[str(count)], columns = runs.state()
             tensors |= {f"{count}.{name}": column for name, column in columns.items()}
-        return {"head_dim": self.head_dim, "fitted": self._fitted, "runs": runs}, tensors
+        return {"lengths": lengths, "fitted": self._fitted}, tensors
 
     def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Keep what others of the same heads and model kept (mutates).
@@ -126,15 +125,14 @@ class Summaries:
             plain: of `state`.
             tensors: likewise; they are taken over.
         """
-        self._mean, self._deviation = tensors["mean"], tensors["deviation"]
-        self._fitted = plain["fitted"]
-        for count, told in plain["runs"]:
-            runs = Runs(**{name: tensors[f"{count}.{name}"] for name in ("codes", "scale")})
-            runs.restore(told)
-            self._by_length[count] = runs
-            self._length.update(dict.fromkeys(runs.pages, count))
-        self._length = {page: self._length[page] for page in self.pages}
+        for count, runs in plain["lengths"].items():
+            columns = {name: tensors[f"{count}.{name}"] for name in ("codes", "scale")}
+            self._by_length[int(count)] = kept = Runs(**columns)
+            kept.restore(runs, columns)
+            self._length |= dict.fromkeys(kept.pages, int(count))
         self._tokens = sum(self._length.values())
+        self._fitted = plain["fitted"]
+        self._mean, self._deviation = tensors["mean"], tensors["deviation"]
 
     def _fit(self, keys: Tensor) -> None:
         """Take the channels' means and deviations from (kv_heads, ..., head_dim) (mutates)."""
