@@ -57,7 +57,7 @@
       });
       s.changes = [...changes].map(([e, by]) => [e, ...by]).sort((a, b) => a[0] - b[0]);
       s.last = s.evicted.includes(-1) ? -1 : s.evicted.reduce((a, b) => Math.max(a, b), -1);
-      s.back = (s.moves || []).reduce((sum, m) => sum + m.filter((tier, i) => i % 2 && tier === HERE).length, 0);
+      s.back = new Set((s.moves || []).flatMap((m) => m.filter((e, i) => i % 2 === 0 && m[i + 1] === HERE))).size;
     }
     run.tiered = run.strips.some((s) => s.moves);
     run.seenAt = (e) => (t.events.length ? t.events[Math.min(e, t.events.length - 1)][0] : 0);
@@ -413,7 +413,7 @@
         : !ends.length ? [line("evicted", many ? "none" : "still here")]
         : !many ? [line("evicted", when(ends[0]))]
         : [line("first evicted", when(Math.min(...ends))), line("at the end", `${s.pages - ends.length} of ${s.pages} kept`)]),
-      ...(s.pinned ? [] : [line("score here", !left ? (s.moves ? "none outside" : "gone") : level === null ? "not scored yet" : `${level}% of the highest`)]),
+      ...(s.pinned ? [] : [line("score here", !left ? (s.moves ? "–" : "gone") : level === null ? "not scored yet" : `${level}% of the highest`)]),
       ...(s.refreshed.length ? [line("refreshed", `${s.refreshed.length}×`)] : []),
       ...(turn ? [line("turn", `${turn.index + 1} · ${turn.label}`)] : []),
       ...words(s, run, e),
