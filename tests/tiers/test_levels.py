@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 from pathlib import Path
@@ -101,7 +100,6 @@ def test_copies_share_bytes_and_go_their_own_way(kind: str, tmp_path: Path) -> N
             if kind == "disk" and rng.random() < 0.5:
                 chosen.close()
             del chosen
-            gc.collect()
     for one, kept in expected.items():
         assert {*one} == {*kept} and one.tokens == 4 * len(kept)
         for at, seed in kept.items():
@@ -126,7 +124,6 @@ def test_a_file_ends_with_its_last_store(tmp_path: Path) -> None:
     store.close()
     assert not file.closed and copy.put(0, page())
     del copy, store
-    gc.collect()
     assert file.closed
 
 
