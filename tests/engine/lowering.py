@@ -7,7 +7,6 @@ formula say, at the moment it goes down.
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -34,36 +33,24 @@ def bfloat16_towards(number: float, up: bool) -> float:
     return away if up == (number > 0) else toward_zero
 
 
-def levels(numbers: np.ndarray, bits: int) -> tuple[list[float], list[float], float]:
-    """What a list of numbers with one scale becomes, how far each is from a tie, and the step."""
-    top = 2**bits - 1
-    low = bfloat16_towards(float(min(numbers)), up=False)
-    span = np.float32(np.float32(max(numbers)) - np.float32(low)) / np.float32(top)
-    step = bfloat16_towards(float(span), up=True)
-    restored, ties = [], []
+def levels(numbers: np.ndarray, bits: int) -> list[np.float32]:
+    """What a list of float32 numbers with one scale becomes."""
+    top = np.float32(2**bits - 1)
+    low = np.float32(bfloat16_towards(float(min(numbers)), up=False))
+    span = np.float32(max(numbers) - low) / top
+    step = np.float32(bfloat16_towards(float(span), up=True))
+    restored = []
     for number in numbers:
-        exact = (float(number) - low) / step if step else 0.0
-        code = min(max(round(exact), 0), top)
-        restored.append(low + step * code)
-        ties.append(abs(exact - math.floor(exact) - 0.5))
-    return restored, ties, step
+        code = np.float32(round(float((number - low) / step))) if step else np.float32(0)
+        code = min(max(code, np.float32(0)), top)
+        restored.append(np.float32(low + step * code))
+    return restored
 
 
-def reference(kv: Tensor, axis: int, bits: int, ours: Tensor) -> Tensor:
-    """What `(n, head_dim)` becomes when those along an axis share a scale.
-
-    Of a number that lies on the border of two codes, to within what two forwards differ by, both
-    are right: there `ours` is taken, if it is one of the two.
-    """
-    rows = kv.numpy() if axis == 1 else kv.numpy().T
-    mine = ours.numpy() if axis == 1 else ours.numpy().T
-    out = np.empty_like(rows)
-    for at, numbers in enumerate(rows):
-        restored, ties, step = levels(numbers, bits)
-        for channel, (value, tie) in enumerate(zip(restored, ties, strict=True)):
-            got = float(mine[at, channel])
-            near = tie < 1e-3 and abs(abs(got - value) - step) < 1e-4
-            out[at, channel] = got if near else value
+def reference(numbers: Tensor, axis: int, bits: int) -> Tensor:
+    """What `(n, head_dim)` becomes when those along an axis share a scale."""
+    rows = numbers.numpy() if axis == 1 else numbers.numpy().T
+    out = np.array([levels(row, bits) for row in rows], np.float32)
     return torch.from_numpy(out if axis == 1 else out.T.copy())
 
 
@@ -95,10 +82,11 @@ class Lockstep:
         def lower(down: Tensor) -> None:
             positions = sorted(cache.ledgers[0]["position"][down].tolist())
             before = len(cache.graded.sizes)
+            was = self._kept(positions)
             own(cache, down)
             sizes = cache.graded.sizes[before:]
             assert sum(sizes) == len(positions)
-            self._follow(positions, sizes)
+            self._follow(positions, sizes, was)
 
         cache._lower = lower  # type: ignore[method-assign]
 
@@ -113,31 +101,31 @@ class Lockstep:
         self.theirs.crop(seen - len(self.ids))
         del self.ids[seen:]
 
-    def _follow(self, positions: list[int], sizes: list[int]) -> None:
-        """Replace in their cache what went down in ours."""
+    def _kept(self, positions: list[int]) -> list[Tensor]:
+        """What each layer of ours holds of some tokens, `(2, num_kv_heads, n, head_dim)`."""
+        index = self.cache.main.index[0, : self.cache.main.width].tolist()
+        slots = torch.tensor([index.index(at) for at in positions])
+        return [pool.take(slots) for pool in self.cache.pools]
+
+    def _follow(self, positions: list[int], sizes: list[int], was: list[Tensor]) -> None:
+        """Replace in their cache what went down in ours.
+
+        The loops are given what ours had, once that is seen to be theirs: of two forwards that
+        differ in the last place, one may find a number on the other side of the border of a code.
+        """
         assert not self.coded & set(positions), "codes are made once"
         self.coded |= set(positions)
         self.lowered += len(positions)
         self.groups += sizes
-        index = self.cache.main.index[0, : self.cache.main.width].tolist()
-        slots = torch.tensor([index.index(at) for at in positions])
         where = torch.tensor(positions)
-        for layer, pool in zip(self.theirs.layers, self.cache.pools, strict=True):
-            ours = pool.take(slots)
-            for head in range(layer.keys.shape[1]):
-                start = 0
-                for size in sizes:
-                    part = where[start : start + size]
-                    layer.keys[0, head, part] = reference(
-                        layer.keys[0, head, part],
-                        0,
-                        self.cache.bits,
-                        ours[0, head, start : start + size],
-                    )
-                    start += size
-                layer.values[0, head, where] = reference(
-                    layer.values[0, head, where], 1, self.cache.bits, ours[1, head]
-                )
+        for layer, (keys, values) in zip(self.theirs.layers, was, strict=True):
+            assert bool((layer.keys[0, :, where] - keys).abs().max() < 1e-4)
+            assert bool((layer.values[0, :, where] - values).abs().max() < 1e-4)
+            for head in range(len(keys)):
+                parts = keys[head].split(sizes)
+                coded = torch.cat([reference(part, 0, self.cache.bits) for part in parts])
+                layer.keys[0, head, where] = coded
+                layer.values[0, head, where] = reference(values[head], 1, self.cache.bits)
 
     # Steps
 
