@@ -15,6 +15,7 @@ scales of the group, whatever leaves it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ BITS = (4, 8)
 """Bits of a code; two codes of 4 share a byte."""
 _KEYS, _VALUES = 0, 1
 _ROOM = 64
-_AT_ONCE = 1024
+_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Scratch:
 class GradedTable(SlotTable):
     """The slots of one sequence, of which the first `coded` hold codes.
 
-    `sizes` are the tokens left of each group, in the order of their slots.
+    `sizes` are the tokens left of each group, in the order of their slots; `unit` divides them all,
+    so that many slots that follow each other are of one group.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -136,6 +138,7 @@ class GradedTable(SlotTable):
 
     def _regroup(self, sizes: Sequence[int]) -> None:
         self.sizes = [*sizes]
+        self.unit = math.gcd(*self.sizes) or 1
         count = torch.tensor(self.sizes, dtype=torch.int64, device=self.index.device)
         self.group_of = torch.arange(len(count), device=count.device).repeat_interleave(count)
 
@@ -258,19 +261,28 @@ class GradedPool(KVPool):
         if not coded:
             return self.kv[kind, :, :, :width]
         out = table.scratch.of(self.kv, width, table.capacity)[kind]
-        for start, stop in _pieces(coded):
-            self._restore(kind, slice(start, stop), out[0, :, start:stop])
+        scales = self.key_scales.float() if kind == _KEYS else self.value_scales
+        unit = table.unit
+        piece = max(1, _AT_ONCE // unit) * unit  # stays in the caches of a processor
+        for start in range(0, coded, piece):
+            part = slice(start, min(start + piece, coded))
+            self._restore(kind, scales, part, unit, out[0, :, part])
         out[:, :, coded:] = self.kv[kind, :, :, : width - coded]
         return out
 
-    def _restore(self, kind: int, where: slice | Tensor, out: Tensor) -> None:
-        """Put what coded slots stand for into `out`, `(num_kv_heads, n, head_dim)` (mutates it)."""
+    def _restore(
+        self, kind: int, scales: Tensor, where: slice | Tensor, unit: int, out: Tensor
+    ) -> None:
+        """Put what coded slots stand for into `out`, `(num_kv_heads, n, head_dim)` (mutates it).
+
+        Args:
+            kind: keys or values.
+            scales: of all of them; those of keys are float32, as they are few.
+            where: the slots.
+            unit: so many slots that follow each other are always of one group.
+            out: where to.
+        """
         codes = self.codes[kind][:, where]
-        if kind == _KEYS:
-            group = self.table.group_of[where]
-            low, step = self.key_scales.index_select(2, group).float()
-        else:
-            low, step = self.value_scales[:, :, where].float()
         numbers = out
         if out.dtype != torch.float32:
             numbers = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -280,7 +292,14 @@ class GradedPool(KVPool):
             half, rest = codes.shape[-1], out.shape[-1] - codes.shape[-1]
             numbers[..., :half] = codes & 15
             numbers[..., half:] = (codes >> 4)[..., :rest]
-        numbers.mul_(step).add_(low)
+        if kind == _KEYS:
+            group = self.table.group_of[where][::unit]
+            for low, step, mine in zip(*scales, numbers.unflatten(1, (-1, unit)), strict=True):
+                low, step = (scale.index_select(0, group)[:, None] for scale in (low, step))
+                torch.addcmul(low, mine, step, out=mine)
+        else:
+            low, step = scales[:, :, where].float()
+            numbers.mul_(step).add_(low)
         if numbers is not out:
             out.copy_(numbers)
 
@@ -362,9 +381,9 @@ class GradedPool(KVPool):
         taken = self.kv[:, 0].index_select(2, (slots - coded).clamp(min=0))
         if bool(low.any()):
             at, which = low.nonzero().flatten(), slots[low]
-            for kind in (_KEYS, _VALUES):
+            for kind, scales in enumerate((self.key_scales.float(), self.value_scales)):
                 part = taken[kind].index_select(1, at)
-                self._restore(kind, which, part)
+                self._restore(kind, scales, which, 1, part)
                 taken[kind].index_copy_(1, at, part)
         return taken
 
@@ -474,12 +493,6 @@ def _alike(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Give (how many, size) of groups of one size that follow each other."""
     for size in dict.fromkeys(sizes):
         yield sizes.count(size), size
-
-
-def _pieces(count: int) -> Iterator[tuple[int, int]]:
-    """Give the bounds of pieces that stay in the caches of a processor."""
-    for start in range(0, count, _AT_ONCE):
-        yield start, min(start + _AT_ONCE, count)
 
 
 def _grown(entries: Tensor, room: int) -> Tensor:
