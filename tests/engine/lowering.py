@@ -163,7 +163,7 @@ class Lockstep:
         if not self.outside:
             return
         moved = self.outside.pop(self.rng.randrange(len(self.outside)))
-        room = min(len(moved), self.cache.full_room())
+        room = len(moved)
         if self.cache.budget is not None:
             room = min(room, self.cache.budget - self.cache.kept())
         moved = moved.select(torch.tensor(sorted(self.rng.sample(range(len(moved)), room))).long())

@@ -282,21 +282,47 @@ def test_who_listens_gets_what_codes_stand_for():
         assert close(moved.keys[2, 1, at], before[position], 1e-6)
 
 
-def test_more_than_can_be_at_full_precision_does_not_come_back():
+def test_more_than_can_be_at_full_precision_comes_back_in_parts():
+    both = Lockstep("llama", 0, None, **SMALL)
+    for _ in range(8):
+        both.forward(12)
+    cache = both.cache
+    coded = cache.coded_tokens
+    both.outside.append(cache.take([*range(1, 91)]))
+    assert len(both.outside[0]) == 90 and cache.full_room() < 90
+    both.put_back()
+    both.check()
+    assert cache.kept() == 96 and cache.coded_tokens >= coded
+    both.forward(12)
+    assert both.worst < 1e-4
+
+
+def test_nothing_comes_back_where_pins_fill_full_precision():
     model = make("llama")
-    cache = graded(model, budget=None)
-    read(cache, model, tokens(80))
-    moved = cache.take(cache.ledgers[0]["position"][:30].clone())
-    held = kept(cache)
-    room = cache.full_room()
-    assert room < 30
-    with pytest.raises(
-        BudgetError, match=rf"30 tokens do not fit back into full_precision=24.*{room}"
-    ):
+    cache = graded(model, budget=None, page_size=1)
+    cache.label(["scratchpad"] * 20 + ["system"] * 23)
+    read(cache, model, tokens(20), step=5)
+    read(cache, model, tokens(23), step=1)
+    moved = cache.take([3, 4])
+    held, full = kept(cache), cache.full_tokens
+    cache.label(["system"])
+    read(cache, model, tokens(1))
+    with pytest.raises(BudgetError, match=r"^1 tokens to put back do not fit full_precision=24"):
         cache.put_back(moved)
-    assert kept(cache) == held
-    cache.put_back(moved.select(torch.arange(room)))
-    assert len(kept(cache)) == len(held) + room and cache.full_tokens <= 24
+    assert kept(cache) == [*held, 43] and cache.full_tokens == full + 1 == 24
+
+
+def test_what_is_repeated_attends_to_what_the_codes_stand_for():
+    model = make("llama")
+    cache = graded(model, policy="memdecay-replay")
+    ids = tokens(60)
+    read(cache, model, ids)
+    cache.evict(cache.ledgers[0]["position"][:20].tolist())  # some room
+    other = cache.branch([torch.tensor(kept(cache))])
+    positions = torch.tensor(kept(cache)[5:15])
+    said = [one.replay(ids[0, positions], positions, ids[0, :3]) for one in (cache, other)]
+    assert cache.coded_tokens
+    assert close(*said)
 
 
 def test_a_forward_that_fails_leaves_everything_but_precision(monkeypatch):

@@ -614,6 +614,14 @@ class MemDecayCache(AttachedCache):
         """Kept tokens that are not at full precision."""
         return 0
 
+    def full_room(self) -> int | None:
+        """Return the most tokens that one forward may have now, as far as precision limits it.
+
+        So many can be at full precision beside what must be; None if all are. The budget may allow
+        fewer.
+        """
+        return None
+
     @property
     def nbytes_by_precision(self) -> dict[str, int]:
         """The parts of `nbytes`, by what they hold."""

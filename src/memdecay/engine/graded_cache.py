@@ -169,15 +169,11 @@ class GradedCache(MemDecayCache):
         )
 
     def full_room(self) -> int:
-        """Return how many tokens could be at full precision beside what must be, at most.
-
-        So many tokens a forward may have, if there is as much room in the budget.
-        """
+        """Return the most tokens that one forward may have now; see `MemDecayCache.full_room`."""
         assert self.full_precision is not None
         if not self.ledgers:
             return self.full_precision
-        held, newest = self._stuck(self.ledgers[0])
-        return self.full_precision - held - newest
+        return max(0, self.full_precision - sum(self._stuck(self.ledgers[0])))
 
     def _stays(self, ledger: Ledger) -> tuple[Tensor, Tensor]:
         """Return (kv_len,) bool twice: pages that pins and regions hold, and the newest page."""
@@ -271,22 +267,30 @@ class GradedCache(MemDecayCache):
     @uninterrupted
     @_lasting
     def put_back(self, moved: Moved) -> None:
-        """Let tokens be kept again, at full precision; if there is no room for that, others go
-        down.
+        """Let tokens be kept again; others go down for them, or they do themselves.
+
+        They come back at full precision, as many at a time as can be (`full_room`), those of
+        early positions first.
 
         Args:
             moved: on any device.
 
         Raises:
-            BudgetError: as `MemDecayCache.put_back`, or more come back than can be at full
-                precision (`full_room`).
+            BudgetError: as `MemDecayCache.put_back`, or no token can come back as pins and regions
+                fill `full_precision`; nothing has changed.
             MemDecayError: as there.
         """
-        if len(check_back(self, moved)):
-            self._check_full(len(moved), "tokens do not fit back into")
-            self._release_queries()
-            self._lower_excess(len(moved))
-            super().put_back(moved)
+        if not len(check_back(self, moved)):
+            return
+        self._check_full(1, "tokens to put back do not fit")
+        self._release_queries()
+        start = 0
+        while start < len(moved):
+            count = min(len(moved) - start, self.full_room())
+            self._lower_excess(count)
+            part = torch.arange(start, start + count, device=moved.positions.device)
+            super().put_back(moved.select(part))
+            start += count
 
     # Copies
 
