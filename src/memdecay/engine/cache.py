@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
+from memdecay.engine.graded import BITS
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.known import with_known
 from memdecay.engine.ledger import Labels, Ledger
@@ -314,7 +315,7 @@ class MemDecayCache(AttachedCache):
 
     def _check_grades(self, full_regions: Sequence[str] | None) -> tuple[int, ...]:
         """Return the regions that stay at full precision, if the settings of that are usable."""
-        _check_choice("bits", self.bits, (4, 8))
+        _check_choice("bits", self.bits, BITS)
         _check_integer("group_size", self.group_size, 1)
         if full_regions is None:
             pinned = self.profile.pinned

@@ -449,13 +449,16 @@ class GradedPool(KVPool):
         return self
 
 
-def quantized(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def levels(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, l and s of numbers that share a scale along an axis.
 
     Args:
-        numbers: (..., head_dim).
+        numbers: of any shape.
         axis: of the numbers that share one; it is 1 long in l and s, which are bfloat16.
         bits: 4 or 8.
+
+    Returns:
+        Codes, uint8, of the shape of the numbers; l; s.
 
     Raises:
         MemDecayError: a number is not finite.
@@ -465,9 +468,15 @@ def quantized(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Te
     low = _rounded(exact.amin(axis, keepdim=True), -torch.inf)
     step = _rounded((exact.amax(axis, keepdim=True) - low.float()) / top, torch.inf)
     if not bool(torch.isfinite(step).all()):
-        raise MemDecayError("A key or value that is to get fewer bits is not finite.")
+        raise MemDecayError("A key or value is not finite, so it has no scale for fewer bits.")
     divisor = step.float().masked_fill_(step == 0, 1)
     codes = ((exact - low.float()) / divisor).round_().clamp_(0, top).to(torch.uint8)
+    return codes, low, step
+
+
+def quantized(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same with the codes of `(..., head_dim)` numbers packed as `Codes` holds them."""
+    codes, low, step = levels(numbers, axis, bits)
     if bits == 4:
         half = -(-codes.shape[-1] // 2)
         high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - codes.shape[-1]))

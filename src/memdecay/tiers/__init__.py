@@ -1,7 +1,8 @@
 """What becomes of pages that lose their place in a cache, so that they can come back."""
 
+from memdecay.engine.graded import BITS
 from memdecay.tiers.packing import nbytes
-from memdecay.tiers.quantized import BITS, Quantized, quantize
+from memdecay.tiers.quantized import Quantized, quantize
 from memdecay.tiers.recall import Outside, PageStore
 from memdecay.tiers.stores import DiskStore, HostStore, Store, TierWarning
 from memdecay.tiers.summaries import Summaries, rank
