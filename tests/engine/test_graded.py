@@ -307,9 +307,40 @@ def test_nothing_comes_back_where_pins_fill_full_precision():
     held, full = kept(cache), cache.full_tokens
     cache.label(["system"])
     read(cache, model, tokens(1))
-    with pytest.raises(BudgetError, match=r"^1 tokens to put back do not fit full_precision=24"):
+    with pytest.raises(
+        BudgetError, match=r"^2 tokens to put back do not fit full_precision=24.*hold 24"
+    ):
         cache.put_back(moved)
     assert kept(cache) == [*held, 43] and cache.full_tokens == full + 1 == 24
+
+
+def test_tokens_of_a_full_region_come_back_only_where_they_can_be_full():
+    model = make("llama")
+    cache = graded(model, budget=None, full_regions=["plan"])
+    cache.label(["plan"] * 12)
+    read(cache, model, tokens(12), step=4)
+    early = cache.take(range(12))
+    cache.label(["scratchpad"] * 2 + ["plan"] * 12 + ["scratchpad"] * 6)
+    read(cache, model, tokens(20, seed=1), step=4)
+    held = kept(cache)
+    with pytest.raises(BudgetError, match="12 tokens to put back do not fit full_precision=24"):
+        cache.put_back(early)
+    assert kept(cache) == held
+    cache.put_back(early.select(torch.arange(4)))
+    assert kept(cache) == [0, 1, 2, 3, *held] and cache.full_tokens <= 24
+
+
+def test_an_eviction_that_makes_a_fuller_page_the_newest_leaves_room():
+    model = make("llama")
+    cache = graded(model, budget=40, align="region", policy="random", full_precision=20)
+    rng = random.Random(0)
+    for turn in range(60):
+        regions = [rng.choice(["user", "tool_out"])] * rng.randrange(1, 4)
+        cache.label(regions)
+        count = min(len(regions), max(1, cache.full_room()))
+        read(cache, model, tokens(count, seed=turn))
+        cache.forget_labels()
+        assert cache.full_tokens <= 20 and cache.kept() <= 40
 
 
 def test_what_is_repeated_attends_to_what_the_codes_stand_for():

@@ -175,12 +175,15 @@ class GradedCache(MemDecayCache):
             return self.full_precision
         return max(0, self.full_precision - sum(self._stuck(self.ledgers[0])))
 
+    def _staying(self, device: torch.device) -> Tensor:
+        """Return the regions whose tokens stay at full precision: those pinned too."""
+        pinned = self.profile.pinned if "labels" in self.policy.needs else ()
+        regions = {number for number, one in enumerate(pinned) if one} | {*self.full_regions}
+        return torch.tensor(sorted(regions), dtype=torch.int64, device=device)
+
     def _stays(self, ledger: Ledger) -> tuple[Tensor, Tensor]:
         """Return (kv_len,) bool twice: pages that pins and regions hold, and the newest page."""
-        stays = ledger.held()
-        if self.full_regions:
-            regions = torch.tensor(self.full_regions, device=self.layout.device)
-            stays = stays | torch.isin(ledger["region"], regions)
+        stays = ledger["pinned"] | torch.isin(ledger["region"], self._staying(self.layout.device))
         page = ledger["page_index"]
         pages = torch.zeros(ledger.num_pages, dtype=torch.bool, device=self.layout.device)
         pages[page[stays]] = True
@@ -224,13 +227,16 @@ class GradedCache(MemDecayCache):
             full = torch.ones(ledger.length, dtype=torch.bool, device=self.layout.device)
             full[: table.coded] = False
             held, newest = self._stays(ledger)
+            stays = held | newest
+            if int((full & ~stays).sum()) < need and ledger.open_page is None:
+                stays = held  # an eviction made another page the newest
             self._lower(
                 ledger.plan_down(
                     need,
                     -(-need // self.group_size) * self.group_size,
                     self.clock_of(ledger),
                     full=full,
-                    stays=held | newest,
+                    stays=stays,
                 )
             )
         for pool in self.graded_pools():
@@ -282,7 +288,7 @@ class GradedCache(MemDecayCache):
         """
         if not len(check_back(self, moved)):
             return
-        self._check_full(1, "tokens to put back do not fit")
+        self._check_back(moved)
         self._release_queries()
         start = 0
         while start < len(moved):
@@ -291,6 +297,23 @@ class GradedCache(MemDecayCache):
             part = torch.arange(start, start + count, device=moved.positions.device)
             super().put_back(moved.select(part))
             start += count
+
+    def _check_back(self, moved: Moved) -> None:
+        """Refuse tokens to put back if those that must be at full precision would not fit."""
+        assert self.full_precision is not None
+        if self.full_tokens + len(moved) <= self.full_precision:
+            return
+        ledger, back = self.ledgers[0], moved.to(self.layout.device).columns
+        region, pinned = (torch.cat([ledger[name], back[name]]) for name in ("region", "pinned"))
+        stays = pinned | torch.isin(region, self._staying(region.device))
+        page = torch.cat([ledger["page"], back["page"]])
+        held = int(torch.isin(page, page[stays])[self.graded.coded :].sum())
+        if held + self.page_size >= self.full_precision:
+            raise BudgetError(
+                f"{len(moved)} tokens to put back do not fit full_precision={self.full_precision}, "
+                f"of which pins and full_regions would hold {held} and the newest page up to "
+                f"{self.page_size}."
+            )
 
     # Copies
 
