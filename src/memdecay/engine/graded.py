@@ -182,7 +182,7 @@ class GradedTable(SlotTable):
         codes = groups = full = None
         if bool(gone[:coded].any()):
             of = self.group_of[keep[:coded]]
-            sizes = torch.bincount(of, minlength=len(self.sizes))
+            sizes = torch.bincount(of)
             codes, groups = (
                 Closing(keep[:coded].nonzero().flatten()),
                 Closing(sizes.nonzero()[:, 0]),
