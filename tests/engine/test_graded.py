@@ -257,6 +257,10 @@ def test_bytes_are_slots_codes_scales_and_the_scratch_of_one_layer(bits):
     assert exact + scratch <= cache.nbytes <= 1.2 * exact + 1.3 * scratch + 64 * 4 * 64
     assert exact + scratch <= cache.peak_nbytes <= exact + scratch + 4 * 2 * 2 * 16 * 4 * 24
     assert plain.nbytes_by_precision == {"full": plain.nbytes} and plain.coded_tokens == 0
+    peak = cache.peak_nbytes
+    cache.shrink(600)
+    read(cache, model, tokens(1))
+    assert cache.peak_nbytes == peak > used(cache) + 2 * 2 * cache.kept() * 16 * 4
     share = (parts["full"] + parts["codes"]) / plain.nbytes
     assert share < (0.25 if bits == 4 else 0.40)
 
@@ -308,6 +312,8 @@ def test_undo_of_a_newest_token_that_was_coded_holds_full_precision():
     cache.crop(newest + 1 - cache.seen)
     cache.pin(lambda ledger: torch.arange(ledger.length) >= cache.coded_tokens)
     cache.full_precision = cache.full_tokens
+    for pool in cache.pools:  # no slot more than that
+        pool.kv = pool.kv[:, :, :, : cache.full_tokens].clone()
     values = cache.layers[0].values[0, :, cache.ledgers[0]["position"] == newest]
     point = Checkpoint(cache, 1, again=True)
     cache.crop(-1)
