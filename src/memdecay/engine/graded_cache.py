@@ -100,19 +100,15 @@ class GradedCache(MemDecayCache):
     def _used_nbytes(self) -> int:
         if not self.pools:
             return 0
-        table, used = self.graded, 0
-        for pool in self.graded_pools():
-            for part, count in (
-                (pool.kv[:, 0], table.full),
-                (pool.codes, table.coded),
-                (pool.value_scales, table.coded),
-                (pool.key_scales, len(table.sizes)),
-            ):
-                used += part.shape[0] * part.shape[1] * count * part.shape[3] * part.element_size()
-        if table.coded:
-            kv = self.pools[0].kv
-            used += 2 * kv.shape[2] * table.width * kv.shape[4] * kv.element_size()
-        return used
+        table, pool = self.graded, self.graded_pools()[0]  # all layers are alike
+        used = (
+            pool.kv[:, 0].narrow(2, 0, table.full),
+            pool.codes.narrow(2, 0, table.coded),
+            pool.value_scales.narrow(2, 0, table.coded),
+            pool.key_scales.narrow(2, 0, len(table.sizes)),
+        )
+        scratch = pool.kv[:, 0, :, :1].nbytes * table.width if table.coded else 0
+        return len(self.pools) * sum(part.nbytes for part in used) + scratch
 
     # A forward
 
@@ -196,19 +192,16 @@ class GradedCache(MemDecayCache):
 
     def _check_budget(self, new: list[int]) -> None:
         super()._check_budget(new)
-        self._check_full(new[0], "new tokens do not fit")
-
-    def _check_full(self, new: int, what: str) -> None:
         assert self.full_precision is not None
-        if self.full_tokens + new <= self.full_precision:
+        if self.full_tokens + new[0] <= self.full_precision:
             return
         held, newest = self._stuck(self.ledgers[0])
         room = max(0, self.full_precision - held - newest)
-        if new > room:
+        if new[0] > room:
             raise BudgetError(
-                f"{new} {what} full_precision={self.full_precision}, of which pins and "
-                f"full_regions hold {held} and the newest page {newest} more; run at most {room} "
-                f"tokens a forward (prefill_chunk_size in generate) or raise full_precision."
+                f"{new[0]} new tokens do not fit full_precision={self.full_precision}, of which "
+                f"pins and full_regions hold {held} and the newest page {newest} more; run at most "
+                f"{room} tokens a forward (prefill_chunk_size in generate) or raise full_precision."
             )
 
     def _make_room(self, new: list[int]) -> None:
