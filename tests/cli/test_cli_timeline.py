@@ -14,7 +14,15 @@ GOOD: dict[str, Any] = {
     "regions": ["system", "user"],
     "pages": [
         {"page": 0, "region": "system", "tokens": 16, "born": 0, "evicted": None, "pinned": True},
-        {"page": 1, "region": "user", "tokens": 9, "born": 0, "evicted": 2, "pinned": False},
+        {
+            "page": 1,
+            "region": "user",
+            "tokens": 9,
+            "born": 0,
+            "evicted": 2,
+            "pinned": False,
+            "moves": [[2, "host"], [2, "disk"]],
+        },
     ],
     "events": [
         {"index": 0, "step": 0.0, "seen": 25, "kept": 25, "turn": 0, "kind": "prefill"},
@@ -29,6 +37,7 @@ def test_a_timeline_is_read_the_same_from_a_session_and_from_its_json() -> None:
     timeline = Timeline.parse(GOOD)
     assert timeline == Timeline.parse(json.loads(json.dumps(GOOD)))
     assert timeline.pages[1].evicted == 2 and timeline.pages[0].evicted is None
+    assert timeline.pages[0].moves == () and timeline.pages[1].moves[1] == (2, "disk")
     assert timeline.scores[0].page_scores == {0: 1.0, 1: 0.25}
     assert [event.kind for event in timeline.events] == ["prefill", "decode", "evict"]
 
@@ -48,6 +57,10 @@ def test_a_timeline_is_read_the_same_from_a_session_and_from_its_json() -> None:
         (("pages", 1, "evicted"), 99, "timeline.pages[1].evicted"),
         (("pages", 0, "region"), "plan", "timeline.pages[0].region"),
         (("pages", 0, "tokens"), "16", "timeline.pages[0].tokens"),
+        (("pages", 1, "moves"), 3, "timeline.pages[1].moves"),
+        (("pages", 1, "moves", 1), [2, "cellar"], "timeline.pages[1].moves[1]"),
+        (("pages", 1, "moves", 1), [1, "disk"], "timeline.pages[1].moves[1].event"),
+        (("pages", 1, "moves", 0), [3, "host"], "timeline.pages[1].moves[0].event"),
         (("scores", 0, "event"), 3, "timeline.scores[0].event"),
         (("scores", 0, "page_scores"), {"x": 0.5}, "timeline.scores[0].page_scores"),
         (("scores", 0, "page_scores"), {0: 1.5}, "timeline.scores[0].page_scores[0]"),

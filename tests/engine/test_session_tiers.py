@@ -566,3 +566,62 @@ def test_a_stream_is_written_as_an_answer_is() -> None:
     list(made.stream(max_new_tokens=12, eos_token_id=NEVER))
     twin.generate(max_new_tokens=12, eos_token_id=NEVER)
     goes_on(made, twin)
+
+
+def where(made: Session) -> dict[int, str]:
+    """The tier of the first token of each page of the cache, by the stores themselves."""
+    memory, levels = outside(made), outside(made).store
+    here = set(made.cache.ledgers[0]["page"].tolist())
+    found = {}
+    for page in range(-(-made.cache.seen // made.cache.page_size)):
+        number = page * made.cache.page_size // memory.page_size
+        tier = levels.tier_of(number)
+        found[page] = "resident" if page in here else tier or "lost"
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_timeline_tells_where_every_page_is_and_was(size: int, tmp_path: Path) -> None:
+    tiers = {"host": 60, "disk": 40, "disk_folder": tmp_path}
+    made = tiered(record_timeline=True, page_size=size, tiers=tiers)
+    told: list[tuple[int, dict[int, str]]] = []
+    for turn in range(6):
+        turns(made, turn, 1)
+        told.append((len(made.timeline()["events"]), where(made)))
+    with failing(made.model, 9, RuntimeError), pytest.raises(RuntimeError):
+        made.append([user(60, 8)])
+    told.append((len(made.timeline()["events"]), where(made)))
+    turns(made, 9, 2)
+    timeline = made.timeline()
+    lives = {life["page"]: life for life in timeline["pages"]}
+    told.append((len(timeline["events"]), where(made)))
+    for count, expected in told:
+        for page, tier in expected.items():
+            moves = [move for move in lives[page]["moves"] if move[0] < count]
+            assert tier == (moves[-1][1] if moves else "resident")
+    kinds = [event["kind"] for event in timeline["events"]]
+    seen = set()
+    for life in lives.values():
+        events = [event for event, _ in life["moves"]]
+        assert events == sorted(set(events)) and all(event < len(kinds) for event in events)
+        before = "resident"
+        for _, tier in life["moves"]:
+            assert tier != before
+            before = tier
+            seen.add(tier)
+        assert (life["evicted"] is None) == (before == "resident")
+        assert life["evicted"] is None or life["evicted"] in events
+    assert seen == {"resident", "host", "disk", "lost"} and "recall" in kinds
+    assert all("moves" not in life for life in session_timeline()["pages"])
+
+
+def session_timeline() -> dict[str, Any]:
+    made = session(budget=64, record_timeline=True)
+    made.append([user(80)])
+    return made.timeline()
+
+
+def test_a_timeline_changes_nothing_of_what_moves() -> None:
+    plain, told = tiered(), tiered(record_timeline=True)
+    goes_on(plain, told)
+    assert plain.report() == told.report()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memdecay.cli import _terminal
+from memdecay.cli import _options, _terminal
 from memdecay.cli._budget import Budget
 from memdecay.cli._episode import Answer, Episode, load_episode
 from memdecay.cli._page import (
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 POLICIES = ("full", "memdecay-heads", DEFAULT_POLICY, "streaming")
 """What the demo compares."""
+TIERED = ("full", f"{DEFAULT_POLICY}{_options.WITH_TIERS}", DEFAULT_POLICY)
+"""What it compares with tiers."""
 
 _ANSWER_TOKENS = 24
 _CLOCK = "steps"
@@ -53,36 +59,64 @@ def play_demo(asked: Budget, name: str, chosen: dict[str, Policy]) -> tuple[dict
         progress.remove_task(loading)
         ids = _read(tokenizer, episode)
         budget = asked.resolve(len(ids))
-        for policy in chosen.values():
-            with _session(model, tokenizer, policy, budget, episode) as session:
-                session.check(episode.messages)
-        views: list[PolicyView] = []
-        marks: list[TurnMark] = []
+        played: list[_Played] = []
         seconds: dict[str, float] = {}
-        for policy in chosen.values():
-            began = time.perf_counter()
-            view, marks = _episode(model, tokenizer, policy, budget, episode, len(ids), progress)
-            views.append(view)
-            seconds[policy.name] = round(time.perf_counter() - began, 2)
+        with contextlib.ExitStack() as sessions:
+            for name_of, policy in chosen.items():
+                with _session(model, tokenizer, name_of, policy, budget, episode) as session:
+                    session.check(episode.messages)
+            for name_of, policy in chosen.items():
+                began = time.perf_counter()
+                session = _session(model, tokenizer, name_of, policy, budget, episode)
+                sessions.enter_context(session)
+                played.append(_episode(session, name_of, policy, episode, len(ids), progress))
+                seconds[name_of] = round(time.perf_counter() - began, 2)
+            answers = [answer for one in played for answer in one.answers]
+            asked_last = None
+            if any(one.tiered for one in played):
+                asked_last, ids = _ask_last(tokenizer, played, episode, ids)
+            main = next((one.name for one in played if one.tiered), DEFAULT_POLICY)
+            views = [_view(one, main=one.name == main) for one in played]
+        marks = played[0].marks
     result = {
         "model": name,
         "episode": episode.id,
         "budget": asked.text,
         "clock": _CLOCK,
         "budget_tokens": budget,
-        "seen_tokens": len(ids),
+        "seen_tokens": views[0].report["seen_tokens"],
         "peak_resident_tokens": {v.policy: v.report["peak_resident_tokens"] for v in views},
         "peak_kv_bytes": {v.policy: v.report["peak_kv_bytes"] for v in views},
         "kept_by_region": {v.policy: dict(v.report["kept_by_region"]) for v in views},
         "seen_by_region": {v.policy: dict(v.report["seen_by_region"]) for v in views},
-        "answers": [answer.to_dict() for view in views for answer in view.answers],
+        "tiers": {v.policy: v.report.get("tiers") for v in views},
+        "answers": [answer.to_dict() for answer in answers],
+        "asked": asked_last,
         "seconds": {**seconds, "total": round(time.perf_counter() - started, 2)},
         **_terminal.provenance(),
     }
     return result, _page(result, views, marks, ids, tokenizer)
 
 
-def _session(model: Any, tokenizer: Any, policy: Policy, budget: int, episode: Episode) -> Session:
+@dataclass
+class _Played:
+    """One session that has read the episode and answered the probes; `marks` may grow."""
+
+    name: str
+    policy: Policy
+    session: Session
+    marks: list[TurnMark]
+    answers: list[Answer]
+
+    @property
+    def tiered(self) -> bool:
+        """Whether it has tiers."""
+        return self.name.endswith(_options.WITH_TIERS)
+
+
+def _session(
+    model: Any, tokenizer: Any, name: str, policy: Policy, budget: int, episode: Episode
+) -> Session:
     from memdecay.engine import Session
 
     return Session(
@@ -93,51 +127,101 @@ def _session(model: Any, tokenizer: Any, policy: Policy, budget: int, episode: E
         clock=_CLOCK,
         retrievers=episode.retrievers,
         record_timeline=True,
+        tiers=_options.tiers_of(name),
     )
 
 
 def _episode(
-    model: Any,
-    tokenizer: Any,
+    session: Session,
+    name: str,
     policy: Policy,
-    budget: int,
     episode: Episode,
     total: int,
     progress: Progress,
-) -> tuple[PolicyView, list[TurnMark]]:
+) -> _Played:
     """Play the episode under one policy and ask every probe on a copy."""
-    reading = progress.add_task(f"{policy.name}: reading the episode", total=total)
+    reading = progress.add_task(f"{name}: reading the episode", total=total)
     marks: list[TurnMark] = []
-    with _session(model, tokenizer, policy, budget, episode) as session:
-        for turn in split_turns(episode.messages):
-            session.idle()  # as while a tool works, or the user types
-            start = session.report().seen_tokens
-            with count_tokens(model, lambda count: progress.advance(reading, count)):
-                session.append(turn.messages, score=True)  # so that the steps are decode steps
-            end = session.report().seen_tokens
-            marks.append(TurnMark(turn.index, turn.label, start, end))
-        session.idle()
-        progress.remove_task(reading)
-        asking = progress.add_task(f"{policy.name}: asking", total=len(episode.probes))
-        answers = []
-        for probe in episode.probes:
-            text = session.ask(probe.question, max_new_tokens=_ANSWER_TOKENS).strip()
-            answers.append(Answer(policy.name, probe, text))
-            progress.advance(asking)
-        progress.remove_task(asking)
-        view = PolicyView(
-            policy=policy.name,
-            summary=policy.summary,
-            bounded=policy.bounded,
-            main=policy.name == DEFAULT_POLICY,
-            report=session.report().to_dict(),
-            timeline=Timeline.parse(session.timeline()),
-            answers=answers,
-        )
-    return view, marks
+    for turn in split_turns(episode.messages):
+        session.idle()  # as while a tool works, or the user types
+        start = session.report().seen_tokens
+        with count_tokens(session.model, lambda count: progress.advance(reading, count)):
+            session.append(turn.messages, score=True)  # so that the steps are decode steps
+        marks.append(TurnMark(turn.index, turn.label, start, session.report().seen_tokens))
+    session.idle()
+    progress.remove_task(reading)
+    asking = progress.add_task(f"{name}: asking", total=len(episode.probes))
+    answers = []
+    for probe in episode.probes:
+        text = session.ask(probe.question, max_new_tokens=_ANSWER_TOKENS).strip()
+        answers.append(Answer(name, probe, text))
+        progress.advance(asking)
+    progress.remove_task(asking)
+    return _Played(name, policy, session, marks, answers)
 
 
-def _read(tokenizer: Any, episode: Episode) -> list[int]:
+def _ask_last(
+    tokenizer: Any, played: list[_Played], episode: Episode, ids: list[int]
+) -> tuple[dict[str, Any], list[int]]:
+    """Ask every session itself for a fact, so that its timeline shows what comes back.
+
+    It is one that was forgotten without tiers and known with them, if there is one.
+
+    Returns:
+        The question, how many pages came back for it, and whether the fact was among them and not
+        in the cache before; and the ids with those of the question.
+    """
+    tiered = next(one for one in played if one.tiered)
+    plain = next(one for one in played if one.policy is tiered.policy and one is not tiered)
+
+    def told(number: int) -> tuple[bool, bool]:
+        forgotten, known = not plain.answers[number].correct, tiered.answers[number].correct
+        return forgotten and known, forgotten
+
+    probe = episode.probes[max(range(len(episode.probes)), key=told)]
+    message = {"role": "user", "content": probe.question}
+    back, known = _came_back(tiered.session), _knows(tiered.session, tokenizer, ids, probe.gold)
+    for one in played:
+        start = one.session.report().seen_tokens
+        one.session.append([message])
+        end = one.session.report().seen_tokens
+        one.marks.append(TurnMark(len(one.marks), f"asked: {probe.short}", start, end))
+    knows = _knows(tiered.session, tokenizer, ids, probe.gold)
+    asked = {
+        "question": probe.question,
+        "gold": probe.gold,
+        "came_back": _came_back(tiered.session) - back,
+        "fact": knows and not known,
+    }
+    return asked, _read(tokenizer, episode, message)
+
+
+def _came_back(session: Session) -> int:
+    tiers = session.report().tiers
+    return 0 if tiers is None else tiers.came_back
+
+
+def _knows(session: Session, tokenizer: Any, ids: list[int], gold: str) -> bool:
+    """Return whether a text stands in what the cache keeps of these ids."""
+    kept = set(session.cache.ledgers[0]["position"].tolist())
+    runs = itertools.groupby(enumerate(ids), lambda at: at[0] in kept)
+    texts = [tokenizer.decode([one for _, one in run]) for there, run in runs if there]
+    return any(gold.casefold() in text.casefold() for text in texts)
+
+
+def _view(one: _Played, *, main: bool) -> PolicyView:
+    return PolicyView(
+        policy=one.name,
+        summary=_options.summary_of(one.name, one.policy),
+        bounded=one.policy.bounded,
+        main=main,
+        report=one.session.report().to_dict(),
+        timeline=Timeline.parse(one.session.timeline()),
+        answers=one.answers,
+    )
+
+
+def _read(tokenizer: Any, episode: Episode, *more: Mapping[str, Any]) -> list[int]:
     """Return the ids of the whole episode, which say how long it is and what each page holds."""
     from memdecay.prompt import Conversation
 
@@ -145,7 +229,7 @@ def _read(tokenizer: Any, episode: Episode) -> list[int]:
     ids: list[int] = []
     for turn in split_turns(episode.messages):
         ids += conversation.append(turn.messages).ids
-    return ids
+    return ids + (conversation.append(more).ids if more else [])
 
 
 def _page(
@@ -157,6 +241,7 @@ def _page(
 ) -> str:
     seen, budget = result["seen_tokens"], result["budget_tokens"]
     share = f"{100 * budget / seen:.0f}%"
+    flag = " --tiers" if result["asked"] is not None else ""
     return build_page(
         Page(
             title="memdecay demo",
@@ -167,26 +252,30 @@ def _page(
             views=views,
             texts=token_texts(tokenizer, ids),
             clock=result["clock"],
-            footer=footer(result, "memdecay demo --budget " + result["budget"]),
+            footer=footer(result, f"memdecay demo --budget {result['budget']}{flag}"),
         )
     )
 
 
 def _standfirst(result: dict[str, Any]) -> str:
     """Say what happened, good or bad."""
+    names = list(result["peak_resident_tokens"])
     right = {
         policy: sum(a["correct"] for a in result["answers"] if a["policy"] == policy)
-        for policy in POLICIES
+        for policy in names
     }
+    count = len(result["answers"]) // len(names)
+    room = f"room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} tokens"
+    if result["asked"] is not None:
+        return _tiered_standfirst(result, right, count, room)
     system = {a["policy"]: a["correct"] for a in result["answers"] if a["region"] == "system"}
-    count = len(result["answers"]) // len(POLICIES)
     knowing = [policy for policy in POLICIES if system[policy]]
     knows = _listed(knowing) or "No policy"
     forgot = _listed([policy for policy in POLICIES if not system[policy]])
     return (
         f"{result['model']} reads the same conversation four times: with its full KV cache, and "
-        f"three times with room for {result['budget_tokens']:,} of its {result['seen_tokens']:,} "
-        f"tokens. {DEFAULT_POLICY} pins the instructions and keeps the tokens that attention "
+        f"three times with {room}. {DEFAULT_POLICY} pins the instructions and keeps the tokens "
+        f"that attention "
         f"singled out; memdecay-heads does so in each attention head by itself, and repeats to "
         f"itself what it keeps while it waits; streaming keeps the latest. Asked afterwards about "
         f"{count} facts, the full cache answers {right['full']}, memdecay-heads "
@@ -194,6 +283,20 @@ def _standfirst(result: dict[str, Any]) -> str:
         f"{right['streaming']}. "
         f"{knows} still {'know' if len(knowing) > 1 else 'knows'} the fact in the system text"
         + (f"; {forgot} forgot it." if forgot else ".")
+    )
+
+
+def _tiered_standfirst(result: dict[str, Any], right: dict[str, int], count: int, room: str) -> str:
+    full, tiered, plain = TIERED
+    asked = result["asked"]
+    back = f"{asked['came_back']:,} page{'' if asked['came_back'] == 1 else 's'}"
+    return (
+        f"{result['model']} reads the same conversation three times: with its full KV cache, and "
+        f"twice with {room}. {plain} drops what it evicts; {tiered} keeps it in memory, and brings "
+        f"back what a message asks for before it is read. Asked afterwards about {count} facts, "
+        f"the full cache answers {right[full]}, {tiered} {right[tiered]} and {plain} "
+        f"{right[plain]}. At the end each is asked: {asked['question']} With tiers {back} came "
+        f"back for it, " + ("the fact among them." if asked["fact"] else "but not the fact.")
     )
 
 

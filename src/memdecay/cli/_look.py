@@ -102,6 +102,14 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
+def tiers(report: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the tokens outside and the pages that came back, or dashes without tiers."""
+    if report is None:
+        return "-", "-"
+    outside = sum(report["tokens"][name] for name in ("host", "disk"))
+    return f"{outside:,}", f"{report['came_back']:,}"
+
+
 def _in_order(reports: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
     """Return the regions that brought tokens in, the paper's seven first."""
     seen = [n for r in reports.values() for n, count in r["seen_by_region"].items() if count]

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memdecay.errors import PolicyError, ProfileError
+from memdecay.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from memdecay.policy.base import Policy
     from memdecay.regions import Profile
+    from memdecay.tiers import Tiers
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Model = Annotated[
@@ -30,6 +32,12 @@ ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="A region profile in YAML instead of the default.")
 ]
 
+TiersFlag = Annotated[
+    bool, typer.Option("--tiers", help="Keep what is evicted in memory, to recall.")
+]
+WITH_TIERS = "+tiers"
+"""What the name of a policy ends with where its session has tiers."""
+
 
 def policies(names: Sequence[str]) -> dict[str, Policy]:
     """Make the policies of these names, each once, in order.
@@ -40,6 +48,32 @@ def policies(names: Sequence[str]) -> dict[str, Policy]:
     from memdecay.policy.registry import get_policy
 
     return {name: get_policy(name) for name in dict.fromkeys(names)}
+
+
+def check_tiers(policy: Policy) -> None:
+    """Refuse a policy that cannot have tiers.
+
+    Raises:
+        PolicyError: it never evicts, or heads keep their own tokens by it.
+    """
+    if not policy.bounded or policy.per_head:
+        why = "never evicts" if not policy.bounded else "lets heads keep their own tokens"
+        raise PolicyError(
+            f"--tiers is given, but policy {policy.name!r} {why}; choose one that evicts the same "
+            f"tokens from all heads, such as {DEFAULT_POLICY}."
+        )
+
+
+def tiers_of(name: str) -> Tiers | None:
+    """Return the tiers of a session by what it is called; memory without a limit, or none."""
+    from memdecay.tiers import Tiers
+
+    return Tiers() if name.endswith(WITH_TIERS) else None
+
+
+def summary_of(name: str, policy: Policy) -> str:
+    """Return one line on a session by what it is called."""
+    return policy.summary + ("; what it evicts can come back" if name.endswith(WITH_TIERS) else "")
 
 
 def names(text: str | None, option: str = "--compare") -> list[str]:

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from memdecay.cli._episode import Answer
-from memdecay.cli._timeline import KINDS, PageLife, ScoreSample, Timeline
+from memdecay.cli._timeline import KINDS, TIERS, PageLife, ScoreSample, Timeline
 
 _FINEST = 2
 """Score changes below this many hundredths are not worth their bytes on the page."""
@@ -177,6 +177,7 @@ def _run(view: PolicyView, regions: Sequence[str]) -> dict[str, Any]:
             for answer in view.answers
         ],
         "cost": view.cost,
+        "tiers": report.get("tiers"),
     }
 
 
@@ -185,10 +186,12 @@ def _pack(timeline: Timeline, regions: Sequence[str], *, scored: bool) -> dict[s
 
     Small pages are put together in strips, each under the number of its first page: `strips` has
     [first page, pages, region, tokens, pinned, born, evicted], the last two a number, or a list by
-    page where they differ.
+    page where they differ; with tiers also the moves, [event, tier, event, tier, ...], one list of
+    them or likewise one by page.
     """
     strips = _strips(timeline)
     first = {life.page: strip[0].page for strip in strips for life in strip}
+    moved = any(life.moves for life in timeline.pages)
     levels: dict[int, list[int]] = {}
     refreshed: dict[int, list[int]] = {}
     # A policy that never evicts has scores that mean nothing, so its pages do not fade.
@@ -207,6 +210,7 @@ def _pack(timeline: Timeline, regions: Sequence[str], *, scored: bool) -> dict[s
                 int(strip[0].pinned),
                 _same([life.born for life in strip]),
                 _same([-1 if life.evicted is None else life.evicted for life in strip]),
+                *([_same([_flat(life) for life in strip])] if moved else []),
             ]
             for strip in strips
         ],
@@ -237,8 +241,12 @@ def _strips(timeline: Timeline) -> list[list[PageLife]]:
     return strips
 
 
-def _same(values: list[int]) -> int | list[int]:
-    return values[0] if len(set(values)) == 1 else values
+def _flat(life: PageLife) -> list[int]:
+    return [number for event, tier in life.moves for number in (event, TIERS.index(tier))]
+
+
+def _same(values: list[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else values
 
 
 def _add_levels(

@@ -39,7 +39,8 @@ class Request:
         trace: the recorded conversation.
         model: what `load_model` takes.
         budget: of every policy that is bounded.
-        policies: name -> policy; the first is the one asked for, the others are compared.
+        policies: name -> policy; the first is the one asked for, the others are compared. One
+            whose name says so has tiers.
         profile: the region policies.
         retrievers: names of the tools whose outputs are documents.
         clock: "steps" or "tokens".
@@ -92,13 +93,12 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         turns, ids = _cut(request, tokenizer)
         messages = [message for turn in turns for message in turn.messages]
         budget = request.budget.resolve(len(ids))
-        for policy in request.policies.values():
-            with _session(model, tokenizer, request, policy, budget) as session:
+        for name in request.policies:
+            with _session(model, tokenizer, request, name, budget) as session:
                 session.check(messages)
-        full = _options.policies(["full"])["full"]
         done = {
-            policy.name: _replay(model, tokenizer, request, policy, budget, turns, ids, progress)
-            for policy in {**request.policies, "full": full}.values()
+            name: _replay(model, tokenizer, request, name, budget, turns, ids, progress)
+            for name in dict.fromkeys([*request.policies, "full"])
         }
     template = _conversation(request, tokenizer).append(messages).notes
     notes = _notes(request, model, done["full"].play, len(ids), template)
@@ -163,9 +163,10 @@ def _cut(request: Request, tokenizer: Any) -> tuple[list[Turn], list[int]]:
     return turns, ids
 
 
-def _session(model: Any, tokenizer: Any, request: Request, policy: Policy, budget: int) -> Session:
+def _session(model: Any, tokenizer: Any, request: Request, name: str, budget: int) -> Session:
     from memdecay.engine import Session
 
+    policy = request.policies.get(name) or _options.policies([name])[name]
     return Session(
         model,
         tokenizer,
@@ -176,6 +177,7 @@ def _session(model: Any, tokenizer: Any, request: Request, policy: Policy, budge
         retrievers=request.retrievers,
         tools=request.trace.tools or None,
         record_timeline=True,
+        tiers=_options.tiers_of(name),
     )
 
 
@@ -183,15 +185,15 @@ def _replay(
     model: Any,
     tokenizer: Any,
     request: Request,
-    policy: Policy,
+    name: str,
     budget: int,
     turns: Sequence[Turn],
     ids: Sequence[int],
     progress: Progress,
 ) -> _Done:
     began = time.perf_counter()
-    task = progress.add_task(f"{policy.name}: {len(turns)} turns", total=len(ids))
-    with _session(model, tokenizer, request, policy, budget) as session:
+    task = progress.add_task(f"{name}: {len(turns)} turns", total=len(ids))
+    with _session(model, tokenizer, request, name, budget) as session:
         with count_tokens(model, lambda count: progress.advance(task, count)):
             played = play(session, turns, done=lambda seen: progress.update(task, completed=seen))
         report = session.report().to_dict()
@@ -214,6 +216,7 @@ def _result(name: str, policy: Policy, done: _Done, reference: Play, budget: int
         "peak_kv_bytes": report["peak_kv_bytes"],
         "kept_by_region": report["kept_by_region"],
         "seen_by_region": report["seen_by_region"],
+        "tiers": report.get("tiers"),
         **cost.total,
         "cost_by_region": cost.regions,
         "turns": cost.turns,
@@ -267,7 +270,7 @@ def _page(
     views = [
         PolicyView(
             policy=name,
-            summary=policy.summary,
+            summary=_options.summary_of(name, policy),
             bounded=policy.bounded,
             main=name == first,
             report=done[name].report,
@@ -276,8 +279,10 @@ def _page(
         )
         for name, policy in request.policies.items()
     ]
-    options = f"--model {request.model} --budget {result['budget']} --policy {first}"
-    options += f" --compare {','.join(result['compare']) or 'none'}"
+    asked, others = first.removesuffix(_options.WITH_TIERS), [*result["compare"]]
+    options = f"--model {request.model} --budget {result['budget']} --policy {asked}"
+    options += f" --compare {','.join(name for name in others if name != asked) or 'none'}"
+    options += " --tiers" if asked != first else ""
     return build_page(
         Page(
             title=f"memdecay run: {request.trace.id}",

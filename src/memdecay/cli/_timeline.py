@@ -9,8 +9,10 @@ from typing import Any
 
 from memdecay.errors import SessionError
 
-KINDS = ("prefill", "decode", "evict")
+KINDS = ("prefill", "decode", "evict", "recall")
 """What an event can be; the page refers to them by index."""
+TIERS = ("resident", "host", "disk", "lost")
+"""Where a page can go; likewise."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PageLife:
         born: index of the event that brought its first token.
         evicted: index of the event that evicted it; None while it is in the cache.
         pinned: whether a pinned token protects it.
+        moves: with tiers, the event and the one of `TIERS` of each move since it was born.
     """
 
     page: int
@@ -32,6 +35,7 @@ class PageLife:
     born: int
     evicted: int | None
     pinned: bool
+    moves: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,22 @@ def _page(value: object, regions: Sequence[str], num_events: int, where: str) ->
         born=born,
         evicted=evicted,
         pinned=bool(item.get("pinned", False)),
+        moves=_moves(item.get("moves", []), born, num_events, f"{where}.moves"),
     )
+
+
+def _moves(value: object, born: int, num_events: int, where: str) -> tuple[tuple[int, str], ...]:
+    if not isinstance(value, list | tuple):
+        raise _wrong(where, value, "a list")
+    moves: list[tuple[int, str]] = []
+    for i, move in enumerate(value):
+        here = f"{where}[{i}]"
+        if not isinstance(move, list | tuple) or len(move) != 2 or move[1] not in TIERS:
+            raise _wrong(here, move, f"an event and one of {', '.join(TIERS)}")
+        least = moves[-1][0] if moves else born
+        event = _integer({"event": move[0]}, "event", here, minimum=least, below=num_events)
+        moves.append((event, str(move[1])))
+    return tuple(moves)
 
 
 def _sample(value: object, num_events: int, where: str) -> ScoreSample:

@@ -40,6 +40,7 @@ def run(
     max_turns: Annotated[
         int | None, typer.Option(min=1, help="Stop after this many turns.")
     ] = None,
+    tiers: _options.TiersFlag = False,
     as_json: _options.Json = False,
 ) -> None:
     """Replay a trace turn by turn under a budget, the recorded assistant turns teacher-forced.
@@ -48,6 +49,10 @@ def run(
     assistant's tokens against the full cache: the change in negative log-likelihood per token
     and how often the most likely token stays the same. The assistant's tokens are read one by
     one, as decode steps, as if the model were writing them.
+
+    With --tiers the policy is also replayed with tiers: what it evicts stays in memory and comes
+    back for what asks for it, in the same budget. For example: memdecay run trace.json --tiers
+    --html run.html
     """
     from memdecay.prompt import load_trace
 
@@ -57,6 +62,9 @@ def run(
     _terminal.check_output(html, "--html")
     others = [] if compare_with == "none" else _options.names(compare_with)
     policies = _options.policies([policy, *others])
+    if tiers:
+        _options.check_tiers(policies[policy])
+        policies = {f"{policy}{_options.WITH_TIERS}": policies[policy], **policies}
     request = Request(
         trace=load_trace(trace),
         model=model,
@@ -94,7 +102,9 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(_look.region_bars(console, {one["policy"]: one for one in everyone}))
     console.print()
     table = _look.titled("Against the full cache")
-    for column in ("policy", "peak tokens", "peak KV", "Δ NLL / token", "same top token", "time"):
+    tiered = any(one["tiers"] for one in everyone)
+    columns = ["policy", "peak tokens", "peak KV", "Δ NLL / token", "same top token", "time"]
+    for column in [*columns, *(["tokens outside", "pages back"] if tiered else [])]:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for one in everyone:
         table.add_row(
@@ -104,6 +114,7 @@ def _show(result: Mapping[str, Any]) -> None:
             _look.signed(one["delta_nll_per_token"]),
             _look.percent(one["top1_agreement"]),
             f"{one['seconds']:.0f} s",
+            *(_look.tiers(one["tiers"]) if tiered else ()),
         )
     console.print(table)
     for note in result["notes"]:

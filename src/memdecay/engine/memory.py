@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
@@ -15,8 +15,22 @@ if TYPE_CHECKING:
     from memdecay.engine.report import TierReport
 
 
+RESIDENT, LOST = "resident", "lost"
+"""Where tokens are that are in the cache, and those that are nowhere; tiers are in between."""
+
+
 class Memory(Protocol):
-    """What a cache has forgotten, and the way back for it."""
+    """What a cache has forgotten, and the way back for it.
+
+    Attributes:
+        on_move: called with a tier, or "resident" or "lost", and the tokens that went there, each
+            run from its first to before its second position. What the cache evicts is not told.
+    """
+
+    on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None
+
+    def tier_of(self, position: int) -> str | None:
+        """Return the tier of a token that is not in the cache, None if it is nowhere."""
 
     def begin(self) -> None:
         """Say that tokens will be read or written now."""

@@ -144,7 +144,9 @@ class Session:
         self._pinned_regions: set[str] = set()
         self._peak_bytes = 0
         self._last_logits: Tensor | None = None
-        self._recorder = TimelineRecorder(self.cache) if self._record_timeline else None
+        self._recorder = (
+            TimelineRecorder(self.cache, self._memory) if self._record_timeline else None
+        )
 
     # The conversation
 
@@ -381,6 +383,9 @@ class Session:
 
     def timeline(self) -> dict[str, Any]:
         """Return the life of every page, as plain JSON values.
+
+        With tiers each page has its `moves` too: [index of the event, where it went then], which is
+        "host", "disk", "lost", or "resident" when it came back.
 
         Raises:
             SessionError: the session was made without `record_timeline=True`, or was loaded.

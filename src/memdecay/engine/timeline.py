@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memdecay.engine.cache import Evicted, MemDecayCache
+from memdecay.engine.memory import LOST, RESIDENT, Memory
 
 _MOST_SNAPSHOTS = 200
 _MOST_SCORES = 500_000
@@ -19,10 +21,15 @@ class TimelineRecorder:
 
     Args:
         cache: to listen to; its `on_evict` and `on_observe` are taken.
+        memory: where what is evicted goes, if anywhere; its `on_move` is taken.
     """
 
-    def __init__(self, cache: MemDecayCache) -> None:
+    def __init__(self, cache: MemDecayCache, memory: Memory | None = None) -> None:
         self._cache = cache
+        self._memory = memory
+        self._first: dict[int, int] = {}  # page -> position of its first token
+        self._by_first: dict[int, int] = {}  # the same, the other way round
+        self._below: dict[int, str] = {}  # pages that moved outside since the last event
         self._pages: dict[int, dict[str, Any]] = {}
         self._events: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
@@ -34,6 +41,8 @@ class TimelineRecorder:
         self.turn = 0
         cache.on_evict = self._evicted
         cache.on_observe = self._observed
+        if memory is not None:
+            memory.on_move = self._moved
 
     def prefilled(self) -> None:
         """A chunk of a prompt has been read."""
@@ -56,28 +65,39 @@ class TimelineRecorder:
         self._pages = {page: life for page, life in self._pages.items() if page in mark["pages"]}
         self.turn, self._steps = mark["turn"], self._cache.steps
         self._refreshed = mark["refreshed"]
-        ledger = self._cache.ledgers[0] if self._cache.ledgers else None
-        kept = set(ledger["page"].unique().tolist()) if ledger is not None else set()
-        gone = [
-            life
-            for page, life in self._pages.items()
-            if page not in kept and (life["evicted"] is None or life["evicted"] >= count)
-        ]
-        if gone:
-            self._event("evict")
-            for life in gone:
-                life["evicted"] = count
+        if self._memory is not None:
+            self._first = {page: self._first[page] for page in self._pages}
+            self._by_first = {first: page for page, first in self._first.items()}
+            for life in self._pages.values():
+                life["moves"] = [move for move in life["moves"] if move[0] < count]
+            if self._misplaced():
+                self._event("evict")
+            self._settle()
+        else:
+            kept = self._kept()
+            gone = [
+                life
+                for page, life in self._pages.items()
+                if page not in kept and (life["evicted"] is None or life["evicted"] >= count)
+            ]
+            if gone:
+                self._event("evict")
+                for life in gone:
+                    life["evicted"] = count
         self._look(everywhere=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as plain JSON values."""
         names = self._cache.profile.names
         self._look(everywhere=True)
+        self._settle()
         pages = []
         for page, life in sorted(self._pages.items()):
             counts: dict[int, int] = life["counts"]
             region = names[max(counts, key=lambda key: counts[key])]
             known = {name: life[name] for name in ("tokens", "born", "evicted", "pinned")}
+            if self._memory is not None:
+                known["moves"] = [[*move] for move in life["moves"]]
             pages.append({"page": page, "region": region, **known})
         return {
             "page_size": self._cache.page_size,
@@ -112,9 +132,10 @@ class TimelineRecorder:
         both = torch.stack([page, region])
         if not everywhere:
             both = both[:, page >= min(self._looked, ledger.latest_page)]
+        if self._memory is not None:
+            self._begins(page, ledger["position"])
         for number, kinds in _counted(both).items():
-            born = max(len(self._events) - 1, 0)
-            life = self._pages.setdefault(number, {"born": born, "pinned": False})
+            life = self._life(number, max(len(self._events) - 1, 0))
             life.update(counts=kinds, tokens=sum(kinds.values()), evicted=None)
         self._looked = ledger.latest_page
         held = page[ledger.held()].unique()
@@ -170,13 +191,97 @@ class TimelineRecorder:
     def _evicted(self, evicted: Evicted) -> None:
         self._event("evict")
         event = len(self._events) - 1
-        kept = set(self._cache.ledgers[evicted.row]["page"].unique().tolist())
+        kept = self._kept()
+        if self._memory is not None:
+            self._begins(evicted.page, evicted.position)
+            for page, tier in self._below.items():
+                self._place(page, event, tier)
+            self._below.clear()
         pairs = torch.stack([evicted.page, evicted.region])
         for page, kinds in _counted(pairs).items():
             if page in kept:
                 continue
-            life = self._pages.setdefault(page, {"born": event, "pinned": False})
+            life = self._life(page, event)
             life.update(counts=kinds, tokens=sum(kinds.values()), evicted=event)
+            if self._memory is not None:
+                self._place(page, event, self._memory.tier_of(self._first[page]) or LOST)
+
+    def _life(self, page: int, event: int) -> dict[str, Any]:
+        return self._pages.setdefault(page, {"born": event, "pinned": False, "moves": []})
+
+    def _kept(self) -> set[int]:
+        """Return the pages of which some is in the cache."""
+        ledgers = self._cache.ledgers
+        return set(ledgers[0]["page"].unique().tolist()) if ledgers else set()
+
+    # Where the pages are that are not in the cache
+
+    def _begins(self, page: Tensor, position: Tensor) -> None:
+        """Note where pages begin of which nothing was known."""
+        order = position.argsort(descending=True)
+        firsts = dict(zip(page[order].tolist(), position[order].tolist(), strict=True))
+        for number, first in firsts.items():
+            if number not in self._first:
+                self._first[number] = first
+                self._by_first[first] = number
+
+    def _moved(self, tier: str, spans: Sequence[tuple[int, int]]) -> None:
+        """Tokens, from the first to before the second each, went to a tier."""
+        pages = [
+            self._by_first[first]
+            for start, stop in spans
+            for first in range(start, stop)
+            if first in self._by_first
+        ]
+        if tier != RESIDENT:  # to make room for what the next event will tell
+            self._below.update(dict.fromkeys(pages, tier))
+            return
+        self._event("recall")
+        kept = self._kept()
+        for page in pages:
+            if page in kept:
+                self._place(page, len(self._events) - 1, RESIDENT)
+
+    def _place(self, page: int, event: int, tier: str) -> None:
+        """Note that a page is in a tier from an event on."""
+        life = self._pages.get(page)
+        if life is None:
+            return
+        moves = life["moves"]
+        if moves and moves[-1][0] == event:
+            moves.pop()
+        if _tier(life) != tier:
+            moves.append([event, tier])
+        away = [at for (at, to), before in _pairs(moves) if before == RESIDENT and to != RESIDENT]
+        life["evicted"] = away[-1] if _tier(life) != RESIDENT else None
+
+    def _misplaced(self) -> dict[int, str]:
+        """Return the pages that are not where their last move says, and where they are."""
+        assert self._memory is not None
+        kept, found = self._kept(), {}
+        for page, life in self._pages.items():
+            tier = RESIDENT if page in kept else self._memory.tier_of(self._first[page]) or LOST
+            if tier != _tier(life):
+                found[page] = tier
+        return found
+
+    def _settle(self) -> None:
+        """Note where the pages are that moved without an event of their own."""
+        if self._memory is None or not self._events:
+            return
+        for page, tier in self._misplaced().items():
+            self._place(page, len(self._events) - 1, tier)
+        self._below.clear()
+
+
+def _tier(life: dict[str, Any]) -> str:
+    """Return where a page is by its last move."""
+    return str(life["moves"][-1][1]) if life["moves"] else RESIDENT
+
+
+def _pairs(moves: list[list[Any]]) -> Iterable[tuple[list[Any], str]]:
+    """Return each move with the tier that it left."""
+    return zip(moves, [RESIDENT, *(tier for _, tier in moves)], strict=False)
 
 
 def _told(snapshot: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memdecay.engine.memory import LOST
 from memdecay.errors import MemDecayError
 from memdecay.tiers.packing import Layout, unpack
 from memdecay.tiers.stores import DiskStore, HostStore, Store
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from memdecay.tiers.packing import Page
 
-HOST, DISK, LOST = "host", "disk", "lost"
+HOST, DISK = "host", "disk"
 
 
 class Levels:

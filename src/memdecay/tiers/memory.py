@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache
+from memdecay.engine.memory import LOST, RESIDENT
 from memdecay.engine.report import TierReport
-from memdecay.tiers.levels import LOST, Levels
+from memdecay.tiers.levels import Levels
 from memdecay.tiers.recall import Outside
 
 FEW = 4
@@ -32,7 +33,7 @@ class TieredMemory:
         page_size: tokens a page.
         heads: (layer, query head) each, by whose keys pages are found.
         pages: at most how many pages a turn brings back; None for as many as fill half of what
-            pins leave of the budget.
+            pins leave of the budget, and for a long turn less.
         every: decode steps between two exchanges; 0 for none.
 
     Raises:
@@ -53,6 +54,7 @@ class TieredMemory:
         self.levels = levels
         self.outside = Outside(cache, levels, page_size=page_size, heads=heads)
         self.pages, self.every = pages, every
+        self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
         self._stay: tuple[int, ...] = ()  # pages that the last turn brought back
         self._attach()
 
@@ -66,6 +68,19 @@ class TieredMemory:
     def _moved(self, page: int, tier: str) -> None:
         if tier == LOST:
             self.outside.dropped(page)
+        self._tell(tier, [page])
+
+    def _tell(self, tier: str, pages: Sequence[int]) -> None:
+        size = self.outside.page_size
+        if pages and self.on_move is not None:
+            self.on_move(tier, [(page * size, (page + 1) * size) for page in pages])
+
+    def tier_of(self, position: int) -> str | None:
+        """Return the tier of a token that is not in the cache, None if it is nowhere.
+
+        Where a part of a page was lost, this says where the rest of it is.
+        """
+        return self.levels.tier_of(position // self.outside.page_size)
 
     # Turns
 
@@ -97,9 +112,14 @@ class TieredMemory:
             room: tokens of the turn. Room for them and for the first steps of an answer is left
                 free, but not more than half of what pins leave.
         """
-        wanted = self.outside.best(queries, self._most())
-        room = min(room + self.every, self._left() // 2)
+        left = self._left()
+        room = min(room + self.every, left // 2)
+        most = self._most()
+        if self.pages is None:  # a quarter stays what the policy keeps, however long the turn is
+            most = min(most, (left - room - left // 4) // self.outside.page_size)
+        wanted = self.outside.best(queries, max(most, 0))
         self._stay = tuple(self.outside.recall(wanted, room=room))
+        self._tell(RESIDENT, self._stay)
 
     def _left(self) -> int:
         """Return what pins and the page being filled leave of the budget, in tokens."""
@@ -120,7 +140,8 @@ class TieredMemory:
                 few = min(FEW, max(1, self._most() // 4))
                 wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
                 room = min(max(count, self.every), self._left() // 2)
-                self.outside.recall(wanted, room=room, staying=self._stay)
+                back = self.outside.recall(wanted, room=room, staying=self._stay)
+                self._tell(RESIDENT, back)
             self.begin()
         self._steps += count
         self._expected = self.cache.seen + count
@@ -143,7 +164,7 @@ class TieredMemory:
     def copy(self, cache: MemDecayCache) -> TieredMemory:
         """Return an independent copy for a copy of the cache; they share the bytes of pages."""
         other = copy.copy(self)
-        other.cache = cache
+        other.cache, other.on_move = cache, None
         other.outside = self.outside.copy(cache)
         assert isinstance(other.outside.store, Levels)
         other.levels = other.outside.store

@@ -38,7 +38,8 @@ class Tiers:
             some systems is memory.
         page_size: neighbouring tokens that move together.
         pages: at most how many pages a turn brings back; None for as many as fill half of what
-            pins leave of the budget.
+            pins leave of the budget, and for a long turn less: a quarter stays what the policy
+            keeps.
         every: an answer brings pages back every so many decode steps; 0 for never.
         no_disk: regions of which nothing is written to disk by this; what is evicted of them
             stays in memory or is lost.

@@ -31,21 +31,35 @@
 
   // ---- data -> lookups
   // A strip is a page, or neighbouring small pages of one region; [start, end) are its tokens.
-  const STRIP = 16;
+  const STRIP = 16, HERE = 0, LOST = 3, TIERS = ["kept", "outside, in memory", "outside, on disk", "lost"];
+  // Where page `at` of a strip is after event e.
+  const tierAt = (s, at, e) => {
+    if (!s.moves) return s.evicted[at] >= 0 && s.evicted[at] <= e ? LOST : HERE;
+    let tier = HERE;
+    for (let i = 0; i < s.moves[at].length && s.moves[at][i] <= e; i += 2) tier = s.moves[at][i + 1];
+    return tier;
+  };
   for (const run of D.runs) {
     const t = run.timeline, each = t.page_size, list = (x, k) => (Array.isArray(x) ? x : Array(k).fill(x));
-    run.strips = t.strips.map(([page, pages, region, tokens, pinned, born, evicted]) => ({
+    run.strips = t.strips.map(([page, pages, region, tokens, pinned, born, evicted, moves]) => ({
       page, pages, region, tokens, pinned: !!pinned, start: page * each, end: (page + pages) * each,
       born: list(born, pages), evicted: list(evicted, pages), levels: t.levels[page] || [], refreshed: t.refreshed[page] || [],
+      moves: moves && (Array.isArray(moves[0]) ? moves : Array(pages).fill(moves)),
     }));
     for (const s of run.strips) {
-      // [event, change in the number of pages that are there], in order of events
+      // [event, change in the number of pages that are there, outside in memory, outside on disk], in order of events
       const changes = new Map();
-      s.born.forEach((e) => changes.set(e, (changes.get(e) || 0) + 1));
-      s.evicted.forEach((e) => { if (e >= 0) changes.set(e, (changes.get(e) || 0) - 1); });
-      s.changes = [...changes].sort((a, b) => a[0] - b[0]);
+      const change = (e, tier, by) => { if (!changes.has(e)) changes.set(e, [0, 0, 0]); if (tier < LOST) changes.get(e)[tier] += by; };
+      s.born.forEach((e, at) => {
+        change(e, HERE, 1);
+        if (s.moves) for (let i = 0, before = HERE; i < s.moves[at].length; i += 2) { change(s.moves[at][i], before, -1); before = s.moves[at][i + 1]; change(s.moves[at][i], before, 1); }
+        else if (s.evicted[at] >= 0) change(s.evicted[at], HERE, -1);
+      });
+      s.changes = [...changes].map(([e, by]) => [e, ...by]).sort((a, b) => a[0] - b[0]);
       s.last = s.evicted.includes(-1) ? -1 : s.evicted.reduce((a, b) => Math.max(a, b), -1);
+      s.back = new Set((s.moves || []).flatMap((m) => m.filter((e, i) => i % 2 === 0 && m[i + 1] === HERE))).size;
     }
+    run.tiered = run.strips.some((s) => s.moves);
     run.seenAt = (e) => (t.events.length ? t.events[Math.min(e, t.events.length - 1)][0] : 0);
   }
   const seenMax = Math.max(1, D.seen_tokens, ...D.runs.map((r) => r.seenAt(1e9)));
@@ -75,6 +89,7 @@
     }
     nums.append(num(n(run.peak_tokens), run.cost ? "" : ` of ${n(run.seen_tokens)}`, run.cost ? "peak tokens" : "tokens at the peak"));
     if (run.peak_bytes) nums.append(num(...bytes(run.peak_bytes), "peak KV"));
+    if (run.tiers) nums.append(num(n(run.tiers.tokens.host + run.tiers.tokens.disk), "", "tokens outside"), num(n(run.tiers.came_back), "", "pages came back"));
     const dots = run.answers.length ? el("div", { class: "dots" }, ...run.answers.map((a) =>
       el("i", { class: a.correct ? "good" : "bad", title: `${a.where}: ${a.correct ? "right" : "wrong"}` }, `${a.correct ? "✓" : "✗"} ${a.short}`))) : null;
     $("cards").append(el("article", { class: run.main ? "card main" : "card" }, el("h3", {}, run.policy), el("p", { class: "what" }, run.summary), nums, dots));
@@ -93,6 +108,12 @@
   );
   if (D.runs.some((r) => r.strips.some((s) => s.pages > 1)))
     legend.append(el("li", {}, glyph(svg("path", { d: "M1 2H21V4H14V7H8V10H1Z", fill: KNOWN.tool_out })), "some tokens evicted"));
+
+  const tiered = D.runs.some((r) => r.tiered), onDisk = D.runs.some((r) => r.strips.some((s) => (s.moves || []).some((m) => m.some((tier, i) => i % 2 && tier === 2))));
+  $("tiers").hidden = !tiered;
+  if (tiered) legend.append(el("li", {}, glyph(svg("rect", { x: 0, y: 5, width: 22, height: 2, fill: KNOWN.tool_out })), "outside, in memory"));
+  if (onDisk) legend.append(el("li", {}, glyph(...[0, 5, 10, 15, 20].map((x) => svg("rect", { x, y: 5, width: 2, height: 2, fill: KNOWN.tool_out }))), "outside, on disk"));
+  if (tiered) legend.append(el("li", {}, glyph(svg("rect", { x: 0, y: 5, width: 8, height: 2, fill: KNOWN.tool_out }), svg("rect", { x: 9, y: 2, width: 12, height: 8, fill: KNOWN.tool_out }), svg("path", { d: "M7 1L13 6L7 11Z", fill: "var(--good)" })), "came back"));
 
   // ---- panels
   const GUT = 46, PAD = 14, TOP = 104;
@@ -121,7 +142,7 @@
     const before = born > 0 ? run.seenAt(born - 1) : 0;
     return Math.min(run.seenAt(born), Math.max(before, s.start));
   };
-  const endX = (run, s) => (s.last < 0 ? span(run) : xOf(run, s.last));
+  const endX = (run, s) => (s.last < 0 || run.tiered ? span(run) : xOf(run, s.last));
 
   function build() {
     for (const run of D.runs) run.chip.setAttribute("aria-pressed", state.shown.has(run.policy));
@@ -147,6 +168,7 @@
   function summary(run) {
     const all = run.strips.reduce((sum, s) => sum + s.pages, 0), gone = run.strips.reduce((sum, s) => sum + s.evicted.filter((e) => e >= 0).length, 0);
     const what = run.timeline.page_size > 1 ? "pages" : "tokens";
+    if (run.tiered) return `${run.policy}: ${n(all)} ${what}, ${n(gone)} of them outside at the end, at most ${n(run.peak_tokens)} tokens held. Arrow keys move through time.`;
     return `${run.policy}: ${n(all)} ${what}, ${n(gone)} of them evicted, at most ${n(run.peak_tokens)} tokens held. Arrow keys move through time.`;
   }
   function size(canvas, w, h) {
@@ -192,7 +214,7 @@
     if (ev.length) {
       c.beginPath(); c.moveTo(X(p, state.axis === "seen" ? 0 : 0), base);
       let prev = base;
-      ev.forEach((e, i) => { const x = X(p, xOf(run, i)); if (e[3] === 2) c.lineTo(x, prev); c.lineTo(x, Y(e[1])); prev = Y(e[1]); });
+      ev.forEach((e, i) => { const x = X(p, xOf(run, i)); if (e[3] >= 2) c.lineTo(x, prev); c.lineTo(x, Y(e[1])); prev = Y(e[1]); });
       c.lineTo(X(p, span(run)), prev); c.lineTo(X(p, span(run)), base); c.closePath();
       c.fillStyle = ink; c.globalAlpha = .1; c.fill(); c.globalAlpha = .65; c.lineWidth = 1.2; c.strokeStyle = ink; c.stroke(); c.globalAlpha = 1;
     }
@@ -234,7 +256,8 @@
     for (const s of run.strips) {
       const y = top(s), tall = inner(s), colour = colours[s.region], x0 = X(p, bornX(run, s)), x1 = Math.max(x0 + 1.5, X(p, endX(run, s)));
       c.fillStyle = colour; c.globalAlpha = 1; c.fillRect(GUT - 8, y, 4, tall);
-      const whole = s.last >= 0 && s.evicted.every((e) => e === s.last);
+      const whole = !run.tiered && s.last >= 0 && s.evicted.every((e) => e === s.last);
+      if (run.tiered) outside(p, c, s, y, tall, x0, x1);
       let from = x0, alpha = 1, there = 0, i = 0;
       const paint = (to) => { if (to > from && there > 0) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, tall * there / s.pages); } from = Math.max(from, to); };
       const at = (e) => Math.min(x1, Math.max(x0, X(p, xOf(run, e))));
@@ -244,7 +267,7 @@
       // The tokens of a strip come one right after another: it starts with those of its first forward.
       for (const [e, change] of s.changes) {
         scoresBefore(e);
-        if (change < 0 || there) paint(change < 0 && e === s.last ? x1 : at(e));
+        if (change < 0 || there || (run.tiered && e !== s.changes[0][0])) paint(change < 0 && e === s.last && !run.tiered ? x1 : at(e));
         if (change < 0 && !whole) {
           c.globalAlpha = .75; c.fillStyle = ink;
           if (h >= 3) c.fillRect(from - .5, y + tall * (there + change) / s.pages, 1, tall * -change / s.pages);
@@ -258,7 +281,19 @@
       if (s.pinned && high(s) >= 3) { c.strokeStyle = ink; c.lineWidth = h >= 5 ? 1.2 : .6; c.strokeRect(x0 + .6, y + .5, x1 - x0 - 1.2, high(s) - gap - 1); }
       if (whole) { c.fillStyle = ink; c.fillRect(x1 - .75, y - (h >= 5 ? .5 : 0), h >= 4 ? 2 : 1, Math.max(1, high(s) - gap + (h >= 5 ? 1 : 0))); }
     }
-    // Dots come last, or the next row would cover half of each.
+    // What came back, and dots, come last, or the next row would cover half of each.
+    if (run.tiered) for (const s of run.strips) {
+      const tall = inner(s), reach = Math.min(6, Math.max(3, tall)), middle = top(s) + tall / 2;
+      c.fillStyle = css("--good"); c.strokeStyle = panel; c.lineWidth = .8;
+      let last = -1e9;
+      for (const [e, change] of s.changes.slice(1)) {
+        const x = X(p, xOf(run, e));
+        if (change <= 0 || x - last < 3 || s.born.includes(e)) continue;
+        last = x;
+        if (h < 3.5) { c.fillRect(x - .75, top(s), 1.5, tall); continue; }
+        c.beginPath(); c.moveTo(x - 1, middle - reach / 2 - .5); c.lineTo(x + reach - 1, middle); c.lineTo(x - 1, middle + reach / 2 + .5); c.closePath(); c.fill(); c.stroke();
+      }
+    }
     for (const s of run.strips) {
       if (s.pinned) continue;
       let last = -1e9;
@@ -272,6 +307,25 @@
       }
     }
     for (const [start, end] of pinnedRuns(run)) if (h * (end - start) >= 12 * STRIP) lock(c, 9, (start + end) / 2 * h / STRIP - 6, ink);
+  }
+  // A line through the middle of the row: whole where pages are in memory, dotted where on disk.
+  function outside(p, c, s, y, tall, x0, x1) {
+    let host = 0, disk = 0, from = x0;
+    const middle = y + tall / 2, thick = tall >= 4 ? 1.4 : 1, run = p.run;
+    const draw = (to) => {
+      if (to <= from || host + disk <= 0) { from = Math.max(from, to); return; }
+      c.globalAlpha = .3 + .7 * Math.max(host, disk) / s.pages;
+      if (host >= disk) c.fillRect(from, middle - thick / 2, to - from, thick);
+      else for (let x = Math.ceil(from / 5) * 5; x < to; x += 5) c.fillRect(x, middle - thick / 2, Math.min(2, to - x), thick);
+      c.globalAlpha = 1;
+      from = to;
+    };
+    for (const [e, , inMemory, onDisk] of s.changes) {
+      if (!inMemory && !onDisk) continue;
+      draw(Math.min(x1, Math.max(x0, X(p, xOf(run, e)))));
+      host += inMemory; disk += onDisk;
+    }
+    draw(x1);
   }
   // What is thin already must not be pale as well.
   const shade = (level, least) => least + (1 - least) * (level / 100);
@@ -330,12 +384,12 @@
     }
   }
   function words(s, run, e) {
-    // The text of a strip, what is gone by event e struck out.
+    // The text of a strip, what is gone by event e struck out, what is outside pale.
     const node = el("q", {}), each = run.timeline.page_size;
     for (let at = 0; at < s.pages; at++) {
       const text = D.texts.slice(s.start + at * each, s.start + (at + 1) * each).join("");
-      const gone = s.evicted[at] >= 0 && s.evicted[at] <= e;
-      if (text) node.append(gone ? el("s", {}, text) : text);
+      const tier = tierAt(s, at, e);
+      if (text) node.append(tier === HERE ? text : el(tier === LOST ? "s" : "i", {}, text));
     }
     return node.textContent ? [node] : [];
   }
@@ -343,7 +397,7 @@
     const run = panel.run, tip = $("tip");
     const s = run.strips.find((q) => q.start <= token && token < q.end);
     if (!s || bornX(run, s) > v) { tip.hidden = true; return; }
-    const e = eventAt(run, v), left = s.evicted.filter((g) => g < 0 || g > e).length, region = D.regions[s.region];
+    const e = eventAt(run, v), tiers = s.evicted.map((_, at) => tierAt(s, at, e)), left = tiers.filter((t) => t === HERE).length, region = D.regions[s.region];
     const level = levelAt(s, e), ends = s.evicted.filter((g) => g >= 0), many = s.pages > 1;
     const line = (a, b) => el("div", { class: "row" }, el("span", {}, a), el("b", {}, b));
     const turn = D.turns.find((t) => s.start < t.end);
@@ -353,11 +407,13 @@
         el("b", {}, el("span", { class: "swatch", style: `display:inline-block;opacity:1;background:${colours[s.region]}` }), " " + region)),
       ...(many ? [line("kept here", `${left} of ${s.pages}${run.timeline.page_size > 1 ? " pages" : ""}`)] : [line("tokens", n(s.tokens))]),
       line("born", `token ${n(s.start)}, event ${s.changes[0][0]}`),
+      ...(s.moves && !s.pinned ? [line("now", [...new Set(tiers)].sort().map((t) => (many && new Set(tiers).size > 1 ? `${tiers.filter((q) => q === t).length} ` : "") + TIERS[t]).join(", ")), ...(s.back ? [line("came back", `${n(s.back)}×`)] : [])] : []),
       ...(s.pinned ? [line("evicted", "never: pinned")]
+        : s.moves ? []
         : !ends.length ? [line("evicted", many ? "none" : "still here")]
         : !many ? [line("evicted", when(ends[0]))]
         : [line("first evicted", when(Math.min(...ends))), line("at the end", `${s.pages - ends.length} of ${s.pages} kept`)]),
-      ...(s.pinned ? [] : [line("score here", !left ? "gone" : level === null ? "not scored yet" : `${level}% of the highest`)]),
+      ...(s.pinned ? [] : [line("score here", !left ? (s.moves ? "–" : "gone") : level === null ? "not scored yet" : `${level}% of the highest`)]),
       ...(s.refreshed.length ? [line("refreshed", `${s.refreshed.length}×`)] : []),
       ...(turn ? [line("turn", `${turn.index + 1} · ${turn.label}`)] : []),
       ...words(s, run, e),
