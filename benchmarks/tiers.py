@@ -1,14 +1,16 @@
 """Measure what pages outside cost: ranking them, moving them, their bytes. Prints a table.
 
-    python benchmarks/tiers.py [--quick]
+    python benchmarks/tiers.py [--quick] [--graded]
 
 Times are of one thread on the CPU, not of the clock, so a busy machine disturbs them less. Takes a
-minute; --quick takes 20 seconds and is noisier.
+minute; --quick takes 20 seconds and is noisier. --graded measures instead what tokens at fewer bits
+inside the cache cost: their bytes, and a decode step over them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +19,10 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM
 
+from engine import SHAPES
+from memdecay.engine import MemDecayCache
 from memdecay.engine.known import known_models
 from memdecay.engine.moving import Moved
 from memdecay.tiers import (
@@ -35,6 +40,9 @@ from memdecay.tiers import (
 OUTSIDE, PAGE = 100_000, 16
 HEAD_DIM = {"smollm2-135m": 64, "qwen2.5-coder-0.5b": 64, "qwen2.5-coder-1.5b": 128}
 QUERIES = (1, 8, 16, 32, 64)
+CHUNK = 64
+SAVED = ("", ".sizes")
+"""What is saved of a pool that is not of its codes."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +148,78 @@ def words(rounds: int) -> list[Row]:
     return [Row(what, "any", took, "ms"), Row("words, bytes", "any", kept.bytes / 1e6, "MB")]
 
 
+def fill(cache: MemDecayCache, count: int) -> None:
+    """Let a cache hold tokens with random keys and values, as chunks of a prompt would."""
+    config = cache.attachment.decoder.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = (2, 1, config.num_key_value_heads, CHUNK, head_dim)
+    keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    cache.prefilling = True
+    while cache.seen < count:
+        forward = cache.begin(1, CHUNK, None)
+        for layer in range(config.num_hidden_layers):
+            cache.update(keys, values, layer)
+        cache.end(forward)
+    cache.prefilling = False
+
+
+@torch.no_grad()
+def graded(name: str, rounds: int) -> list[Row]:
+    """Return what a cache with an eighth of its tokens at full precision costs, in float32.
+
+    Where some tokens of every group are gone, scales are gathered token by token.
+    """
+    model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.float32).eval()
+    rows = []
+    for bits in (4, 8):
+        for size in (16, 32, 64):
+            settings = {"full_precision": 128, "bits": bits, "group_size": size}
+            cache = MemDecayCache(model, budget=1024, observe_every=0, **settings)
+            fill(cache, 1024)
+            pool, coded = cache.pools[0], cache.coded_tokens
+            used = sum(part.nbytes for end, part in pool.saved(1024).items() if end not in SAVED)
+            share = 8 * used / (coded * 2 * pool.kv.shape[2] * pool.kv.shape[4])
+            rows.append(Row(f"{bits} bits, groups of {size}: bits an element", name, share, "bits"))
+    for count in (1024, 8192):
+        caches = {}
+        for what, bits in (("full", None), ("4", 4), ("ragged 4", 4), ("8", 8)):
+            settings = {} if bits is None else {"full_precision": count // 8, "bits": bits}
+            cache = caches[what] = MemDecayCache(
+                model, budget=count + CHUNK, policy="streaming", observe_every=0, **settings
+            )
+            fill(cache, count)
+            if what.startswith("ragged"):
+                position = cache.ledgers[0]["position"][: cache.coded_tokens]
+                cache.evict(position[torch.randperm(len(position))[: len(position) // 20]])
+        times: dict[str, list[float]] = {what: [] for what in caches}
+        for _ in range(rounds + 1):
+            for what, cache in caches.items():
+                step = functools.partial(model, input_ids=torch.tensor([[5]]), cache=cache)
+                times[what].append(cpu_once(step))
+        full = statistics.median(times.pop("full")[1:])
+        rows.append(Row(f"a decode step over {count:,} tokens at full precision", name, full, "ms"))
+        for what, measured in times.items():
+            ratio = statistics.median(measured[1:]) / full
+            rows.append(Row(f"the same, 7 of 8 tokens at {what} bits", name, ratio, "times"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    rounds = 3 if parser.parse_args().quick else 15
+    parser.add_argument("--graded", action="store_true", help="tokens at fewer bits in the cache")
+    arguments = parser.parse_args()
+    rounds = 3 if arguments.quick else 15
     torch.set_num_threads(1)
     table = Table("what", "model", "measured", "at most")
-    for row in [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]:
+    if arguments.graded:
+        rows = [row for name in SHAPES for row in graded(name, rounds)]
+    else:
+        rows = [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]
+    for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
-        table.add_row(row.what, row.model, f"{row.value:.1f} {row.unit}", limit)
+        digits = 2 if row.unit in ("times", "bits") else 1
+        table.add_row(row.what, row.model, f"{row.value:.{digits}f} {row.unit}", limit)
     Console().print(table)
 
 

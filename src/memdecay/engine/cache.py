@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
+from memdecay.engine.graded import BITS
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.known import with_known
 from memdecay.engine.ledger import Labels, Ledger
@@ -25,7 +26,7 @@ from memdecay.engine.slots import KVPool, Move, SlotTable
 from memdecay.engine.support import Layout, check_supported
 from memdecay.engine.surprisal import HELD, Head, Trail
 from memdecay.engine.watch import Watch, check_heads
-from memdecay.errors import BudgetError, MemDecayError, ModelError, SessionError
+from memdecay.errors import BudgetError, MemDecayError, ModelError, ProfileError, SessionError
 from memdecay.policy import DEFAULT_POLICY, Policy, get_policy
 from memdecay.regions import Profile
 
@@ -105,7 +106,8 @@ class PoolLayer(CacheLayerMixin):
         cache = self.cache
         if not cache.pools:
             return None
-        return cache.pools[self._layer].keys(cache.table_of(self._layer).width)
+        keys = cache.pools[self._layer].keys(cache.table_of(self._layer).width)
+        return keys.clone() if cache.coded_tokens else keys
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
@@ -117,7 +119,8 @@ class PoolLayer(CacheLayerMixin):
         cache = self.cache
         if not cache.pools:
             return None
-        return cache.pools[self._layer].values(cache.table_of(self._layer).width)
+        values = cache.pools[self._layer].values(cache.table_of(self._layer).width)
+        return values.clone() if cache.coded_tokens else values
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
@@ -200,6 +203,12 @@ class MemDecayCache(AttachedCache):
         surprisal_vocabulary: for a policy that needs surprisal: ids that the likelihood of a token
             is normalised over, the lowest ones and the token itself; None for all, which is exact
             and, where the vocabulary is large, slow.
+        full_precision: of the tokens kept, so many at most are at full precision; the others are
+            still attended to, at `bits` bits (`GradedCache`). None for all of them.
+        bits: 4 or 8.
+        group_size: tokens that go down together, at least: their keys share a scale a channel.
+        full_regions: names of regions whose tokens never go down; those that the profile pins if
+            None.
 
     Raises:
         BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
@@ -209,13 +218,23 @@ class MemDecayCache(AttachedCache):
     """Whether each KV head of each layer keeps its own tokens; then this is a `HeadCache`."""
     forward_type: ClassVar[type[Forward]] = Forward
 
-    def __new__(cls, *args: Any, policy: Any = DEFAULT_POLICY, **kwargs: Any) -> MemDecayCache:
-        """Return a `HeadCache` for a policy by which each head keeps its own tokens."""
+    def __new__(
+        cls,
+        *args: Any,
+        policy: Any = DEFAULT_POLICY,
+        full_precision: Any = None,
+        **kwargs: Any,
+    ) -> MemDecayCache:
+        """Return a `HeadCache` or a `GradedCache` if that is what the arguments ask for."""
         policy = get_policy(policy) if isinstance(policy, str) else policy
         if cls is MemDecayCache and getattr(policy, "per_head", False):
             from memdecay.engine.head_cache import HeadCache
 
             return super().__new__(HeadCache)
+        if cls is MemDecayCache and full_precision is not None:
+            from memdecay.engine.graded_cache import GradedCache
+
+            return super().__new__(GradedCache)
         return super().__new__(cls)
 
     def __init__(
@@ -232,6 +251,10 @@ class MemDecayCache(AttachedCache):
         window: int = 16,
         default_region: str = "scratchpad",
         surprisal_vocabulary: int | None = 8192,
+        full_precision: int | None = None,
+        bits: int = 4,
+        group_size: int = 32,
+        full_regions: Sequence[str] | None = None,
     ) -> None:
         self.layout: Layout = check_supported(model)
         self.policy = get_policy(policy) if isinstance(policy, str) else policy
@@ -271,6 +294,10 @@ class MemDecayCache(AttachedCache):
         self.surprisal_vocabulary = surprisal_vocabulary
         wanted = "surprisal" in self.policy.needs
         self._head = Head(model, surprisal_vocabulary) if wanted else None
+        self.full_precision = full_precision
+        self.bits = bits
+        self.group_size = group_size
+        self.full_regions = self._check_grades(full_regions)
         if "heads" in self.policy.needs:
             self.profile = with_known(self.profile, model.config)
             sets = self.profile.evidence.values()
@@ -296,6 +323,45 @@ class MemDecayCache(AttachedCache):
                 PoolLayer(self, layer, window) for layer, window in enumerate(self.layout.windows)
             ]
         )
+
+    def _check_grades(self, full_regions: Sequence[str] | None) -> tuple[int, ...]:
+        """Return the regions that stay at full precision, if the settings of that are usable."""
+        _check_choice("bits", self.bits, BITS)
+        _check_integer("group_size", self.group_size, 1)
+        if full_regions is None:
+            pinned = self.profile.pinned
+            regions = tuple(number for number, one in enumerate(pinned) if one)
+        elif isinstance(full_regions, str):
+            raise ProfileError(
+                f"full_regions is {full_regions!r}, but it must be a sequence of names of regions."
+            )
+        else:
+            regions = tuple(self.profile.id(name) for name in full_regions)
+        if self.full_precision is None:
+            return regions
+        _check_integer("full_precision", self.full_precision, 1, BudgetError)
+        if self.by_head:
+            raise MemDecayError(
+                f"full_precision is {self.full_precision}, but policy {self.policy.name!r} lets "
+                f"heads keep their own tokens, so it must be None."
+            )
+        if not self.policy.bounded:
+            raise BudgetError(
+                f"full_precision is {self.full_precision}, but policy {self.policy.name!r} has no "
+                f"order in which tokens could go down, so it must be None."
+            )
+        least = self.page_size + self.group_size
+        if self.full_precision < least:
+            raise BudgetError(
+                f"full_precision is {self.full_precision} tokens, but it must be at least {least}: "
+                f"a page of {self.page_size}, and a group of {self.group_size} to go down."
+            )
+        if self.budget is not None and self.full_precision > self.budget:
+            raise BudgetError(
+                f"full_precision is {self.full_precision} tokens, but it must be at most the "
+                f"budget, which is {self.budget}."
+            )
+        return regions
 
     def _clear(self) -> None:
         self.rows = 0
@@ -554,6 +620,24 @@ class MemDecayCache(AttachedCache):
         """Entries kept of a sequence: one is a token in one KV head of one layer."""
         lengths = [self.tables[number].lengths[row] for number in self.layout.table if self.tables]
         return sum(lengths) * self.layout.num_kv_heads
+
+    @property
+    def coded_tokens(self) -> int:
+        """Kept tokens that are not at full precision."""
+        return 0
+
+    def full_room(self) -> int | None:
+        """Return the most tokens that one forward may have now, as far as precision limits it.
+
+        So many can be at full precision beside what must be; None if all are. The budget may allow
+        fewer.
+        """
+        return None
+
+    @property
+    def nbytes_by_precision(self) -> dict[str, int]:
+        """The parts of `nbytes`, by what they hold."""
+        return {"full": self.nbytes}
 
     @property
     def nbytes(self) -> int:
@@ -923,8 +1007,12 @@ class MemDecayCache(AttachedCache):
     def _forget(self, row: int, gone: Tensor) -> None:
         """Evict tokens of a row, once whoever wants them has them."""
         if self.on_forget is not None:
-            self.on_forget(row, copy_out(self, gone))
+            self.on_forget(row, self._copied(gone))
         self._drop(row, gone)
+
+    def _copied(self, gone: Tensor) -> Moved:
+        """Return a copy of kept tokens, `(kv_len,)` bool."""
+        return copy_out(self, gone)
 
     @uninterrupted
     def _slide(self, number: int, table: SlotTable, new: int) -> None:
@@ -1038,7 +1126,7 @@ class MemDecayCache(AttachedCache):
         wanted = torch.as_tensor(positions, dtype=torch.int64, device=self.layout.device)
         gone = check_taken(ledger, wanted.unique())
         self._release_queries()
-        moved = copy_out(self, gone)
+        moved = self._copied(gone)
         if len(moved):
             self._drop(0, gone)
         return moved
@@ -1336,7 +1424,7 @@ class MemDecayCache(AttachedCache):
                 raise MemDecayError(f"kept[{number}] holds no token of row {row}.")
         if not slots:
             raise MemDecayError("kept is empty, but it must hold at least one keep set.")
-        other = self._twin(type(self))
+        other = self._twin(MemDecayCache)
         other.rows = len(slots)
         other.ledgers = [base.copy() for _ in slots]
         for ledger, chosen in zip(other.ledgers, slots, strict=True):

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from memdecay.engine.slots import Move
 from memdecay.policy import Policy, Tokens
-from memdecay.policy.pages import page_scores, plan_eviction
+from memdecay.policy.pages import (
+    check_bounded,
+    check_finite,
+    check_score,
+    page_scores,
+    pages_of,
+    plan_eviction,
+    select,
+)
 from memdecay.regions import Profile
 
 if TYPE_CHECKING:
@@ -487,6 +495,40 @@ class Ledger:
             excess=excess,
             open_page=self.open_page,
         )
+
+    def plan_down(
+        self, need: int, wanted: int, now: float, *, full: Tensor, stays: Tensor
+    ) -> Tensor:
+        """Return (kv_len,) bool, the tokens to keep at fewer bits from now on; nothing changes.
+
+        They are those that `plan` would evict first, by whole pages, of what is at full precision.
+
+        Args:
+            need: tokens that must go down.
+            wanted: tokens that may as well, if the policy protects none of them.
+            now: clock reading.
+            full: (kv_len,) bool, tokens at full precision.
+            stays: (kv_len,) bool, tokens whose pages stay as they are.
+
+        Raises:
+            BudgetError: too few may go down.
+            PolicyError: as `plan`.
+        """
+        policy, tokens, index = self.policy, self.tokens(now), self["page_index"]
+        check_bounded(policy)
+        score = check_score(policy, policy.score(tokens, self.profile), tokens.position.shape)
+        page_score = page_scores(score, index, self.num_pages)
+        check_finite(policy, page_score)
+        sizes = torch.bincount(index[full], minlength=self.num_pages)
+        held = pages_of(stays, index, self.num_pages) | (sizes == 0)
+        preferred = policy.protected(tokens, self.profile)
+        last = held if preferred is None else held | pages_of(preferred, index, self.num_pages)
+        free = int(sizes.masked_fill(last, 0).sum())
+        if free >= need:
+            pages = select(page_score, sizes, last, min(wanted, free))
+        else:
+            pages = ~last | select(page_score, sizes, held | ~last, need - free)
+        return pages[index] & full
 
     def page_score(self, now: float) -> Tensor:
         """Return (num_pages,) float64, the mean score of each page, equation (5)."""

@@ -214,7 +214,7 @@ class SlotTable:
 
     def copy(self) -> SlotTable:
         """An independent copy."""
-        other = SlotTable.__new__(SlotTable)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.index, other.lengths = self.index.clone(), [*self.lengths]
         return other

@@ -1,9 +1,10 @@
 """What becomes of pages that lose their place in a cache, so that they can come back."""
 
+from memdecay.engine.graded import BITS
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.memory import TieredMemory
 from memdecay.tiers.packing import nbytes
-from memdecay.tiers.quantized import BITS, Quantized, quantize
+from memdecay.tiers.quantized import Quantized, quantize
 from memdecay.tiers.recall import Outside, PageStore
 from memdecay.tiers.settings import Tiers
 from memdecay.tiers.stores import DiskStore, HostStore, Store, TierWarning

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memdecay.engine.graded import BITS, levels
 from memdecay.engine.moving import Moved
 from memdecay.errors import MemDecayError
 from memdecay.tiers.packing import nbytes
 
-BITS = (4, 8)
-"""Bits of a code; two codes of 4 share a byte."""
 _OVER_TOKENS, _OVER_CHANNELS = -2, -1
 
 
@@ -111,23 +110,10 @@ def quantize(moved: Moved, bits: int) -> Quantized:
 
 
 def _quantized(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, levels and steps of numbers that share a scale along an axis."""
-    top = 2**bits - 1
-    exact = numbers.to(torch.float32)
-    low = _rounded(exact.amin(axis, keepdim=True), -torch.inf)
-    step = _rounded((exact.amax(axis, keepdim=True) - low.float()) / top, torch.inf)
-    if not bool(torch.isfinite(step).all()):
-        raise MemDecayError("A key or value of the page is not finite, so it has no scale.")
-    divisor = step.float().masked_fill_(step == 0, 1)
-    codes = ((exact - low.float()) / divisor).round_().clamp_(0, top).to(torch.uint8).flatten()
+    """Return flat codes, levels and steps of numbers that share a scale along an axis."""
+    codes, low, step = levels(numbers, axis, bits)
+    codes = codes.flatten()
     if bits == 4:
         codes = torch.nn.functional.pad(codes, (0, len(codes) % 2))
         codes = codes[0::2] | (codes[1::2] << 4)
     return codes, low, step
-
-
-def _rounded(numbers: Tensor, towards: float) -> Tensor:
-    """Round to bfloat16, down or up, so that no number is outside of its levels."""
-    near = numbers.to(torch.bfloat16)
-    wrong = near.float() > numbers if towards < 0 else near.float() < numbers
-    return torch.where(wrong, torch.nextafter(near, near.new_tensor(towards)), near)
