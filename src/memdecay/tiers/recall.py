@@ -70,6 +70,8 @@ class Outside:
         moved_down: pages that came here from the cache, or parts of pages, however often.
         came_back: pages that went back, likewise.
         lost: pages that could not be kept.
+        order: orders pages in place of the heads, if it is set: called with the queries and the
+            numbers of the pages outside, it returns them best first.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Outside:
         self._sizes: dict[int, int] = {}
         self._summaries: Summaries | None = None
         self.moved_down = self.came_back = self.lost = 0
+        self.order: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None
         self._attach()
 
     def clear(self) -> None:
@@ -170,6 +173,8 @@ class Outside:
         _check_integer("count", count, 0)
         if self._summaries is None or not count:
             return []
+        if self.order is not None:
+            return list(self.order(queries, [*self.pages]))[:count]
         order = rank(queries, self._summaries).argsort(descending=True, stable=True)
         pages = self._summaries.pages
         return [pages[number] for number in order[:count].tolist()]
