@@ -80,3 +80,38 @@ def test_mistakes_are_one_sentence(command: Command, changed: tuple[str, str], s
     code, out, err = command(*OWN, *changed)
     assert (code, out) == (2, "")
     assert err.startswith(f"memdecay: {said}") and err.count("\n") == 1
+
+
+def test_a_report_is_written_and_said(command: Command) -> None:
+    assert command(*OWN)[0] == 0
+    files = ("-o", "tiers.md", "--cells", "tiers.json")
+    code, out, err = command("study", "tiers-report", "runs", *files)
+    assert (code, err) == (0, "") and out.endswith("Wrote tiers.md, tiers.json\n")
+    assert "own: recall" in Path("tiers.md").read_text("utf-8")
+    cells = json.loads(Path("tiers.json").read_text("utf-8"))
+    assert {cell["policy"] for cell in cells} == {"full", "memdecay-tiers"}
+    before = Path("tiers.md").read_bytes()
+    code, out, _ = command("study", "tiers-report", "runs", *files, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["files"] == ["tiers.md", "tiers.json"]
+    assert {one["where"] for one in said["targets"]} == {"own"} and len(said["targets"]) == 4
+    assert Path("tiers.md").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--cells", "t.md"), "--cells is 't.md', but that is --output; they must be two files"),
+        (("--cells", "no/t.json"), "--cells is 'no/t.json', but there is no directory 'no'"),
+        (("--costs", "mill.yaml"), "--costs is 'mill.yaml', but it must be a file that benchmarks"),
+        (
+            (),
+            "RUNS is 'runs', but there are no rows in it; it must be a folder that `memdecay study",
+        ),
+    ],
+)
+def test_a_report_refuses(command: Command, changed: tuple[str, str], said: str) -> None:
+    own = ("study", "tiers-report", "runs", "-o", "t.md", "--cells", "t.json")
+    code, out, err = command(*own, *changed)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"memdecay: {said}") and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`memdecay study tiers`: what a fixed budget answers if what leaves it can come back."""
+"""`memdecay study tiers` and `tiers-report`: a fixed budget of which what leaves can come back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from memdecay.calibration.extras import require
 from memdecay.cli import _options, _terminal
 from memdecay.cli.study import NAMED, chosen_setting, chosen_workers
+from memdecay.errors import MemDecayError, StudyError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -58,8 +60,6 @@ def tiers(
     episode by episode: a run that was ended in any way goes on where it was.
     """
     require("pyarrow", "statsmodels", "scipy", "pandas")
-    from memdecay.errors import StudyError
-
     with _terminal.results(as_json):
         from memdecay.study.run import episodes_of
         from memdecay.study.tier_run import run_tiers
@@ -114,7 +114,6 @@ def _conditions(tier: str, policies: str | None) -> list[TierCondition]:
     Raises:
         StudyError: one has no such name.
     """
-    from memdecay.errors import StudyError
     from memdecay.study.tier_play import tier_conditions
 
     known = tier_conditions(tier)
@@ -129,3 +128,64 @@ def _conditions(tier: str, policies: str | None) -> list[TierCondition]:
                 f"{', '.join(names)}."
             )
     return [one for one in known if one.name in wanted]
+
+
+REPORT_EXAMPLE = (
+    "memdecay study tiers-report docs/results/runs -o docs/results/tiers.md "
+    "--cells docs/results/tiers.json"
+)
+
+
+def tiers_report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of settings, or folders of such folders.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The Markdown file to write.")],
+    cells: Annotated[Path, typer.Option("--cells", help="The JSON file of cells to write.")],
+    setting: Annotated[
+        list[str] | None, typer.Option("--setting", help="Only this setting; may be repeated.")
+    ] = None,
+    traces: Annotated[
+        list[Path] | None,
+        typer.Option("--traces", help="A folder that `study traces` wrote; may be repeated."),
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="What benchmarks/tiers.py --json wrote.")
+    ] = None,
+    as_json: _options.Json = False,
+) -> None:
+    """Write what tiers reached: targets first, then recall, differences and bytes by setting.
+
+    Tiers are held against the full cache, against dropping, and against bounds of how well pages
+    can be chosen. The same rows give the same files, byte by byte.
+    """
+    require("pandas", "pyarrow", "scipy", "statsmodels")
+    _terminal.check_output(output, "--output")
+    _terminal.check_output(cells, "--cells")
+    if output.resolve() == cells.resolve():
+        raise MemDecayError(f"--cells is '{cells}', but that is --output; they must be two files.")
+    with _terminal.results(as_json):
+        from memdecay.study.held_out_report import gather_traces
+        from memdecay.study.report import find_runs
+        from memdecay.study.tier_report import cells_json, document, goals, read, read_costs
+        from memdecay.study.tier_run import FOLDER
+
+        measured = read_costs(costs)
+        found = read(find_runs(runs, setting, (FOLDER,), "tiers"))
+        played = gather_traces(traces or ())
+        met = goals(found, played, measured)
+        _terminal.write_file(output, document(found, played, measured))
+        _terminal.write_file(cells, cells_json(found))
+    if as_json:
+        files = [str(output), str(cells)]
+        _terminal.print_json({"targets": [goal.to_dict() for goal in met], "files": files})
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("what", "where", "target", "found", "reached"):
+        table.add_column(heading, overflow="fold")
+    said = {True: "yes", False: "no", None: "-"}
+    for goal in met:
+        what = goal.what.replace("`", "")
+        table.add_row(what, goal.where, goal.goal, goal.found, said[goal.reached])
+    _terminal.out().print(table)
+    _terminal.out().print(f"Wrote {output}, {cells}", soft_wrap=True, markup=False)

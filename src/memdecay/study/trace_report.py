@@ -208,7 +208,7 @@ def document(name: str, rows: pd.DataFrame) -> str:
     sections = [Section("What evicting cost", (opening, how, _costs(found)))]
     left = rises(rows)
     if left:
-        sections.append(Section("What tiers leave of it", (_left(left),)))
+        sections.append(Section("What tiers leave of it", (left_of_rises(left),)))
     pairs = [_pairs([one for one in bounded if one["budget"] == share]) for share in budgets]
     if any(len(table.rows) > 1 for table in pairs):
         sections.append(Section("Policy against policy", [t for t in pairs if len(t.rows) > 1]))
@@ -251,7 +251,8 @@ def _costs(found: Sequence[dict[str, Any]]) -> Table:
     return Table("Cost by policy and budget", (*columns, *(["#idle, s"] if idle else [])), lines)
 
 
-def _left(found: Sequence[dict[str, Any]]) -> Table:
+def left_of_rises(found: Sequence[dict[str, Any]]) -> Table:
+    """Return what `rises` found as a table."""
     lines: list[list[str | Cell]] = []
     for line in found:
         deltas = [known(line[f"delta_nll{end}"]) for end in ("", "_without")]
