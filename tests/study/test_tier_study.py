@@ -239,12 +239,19 @@ class TestAQuestion:
         """A memory that leaves no room free is held to the budget all the same."""
         from memdecay.tiers.memory import TieredMemory
 
-        exchange = TieredMemory.exchange
+        exchange, kept = TieredMemory.exchange, tier_play._kept
+
+        def greedy(self: TieredMemory, queries: Any, *, room: int, **more: Any) -> None:
+            exchange(self, queries, room=0, **more)
+
+        counts = []
+        monkeypatch.setattr(TieredMemory, "exchange", greedy)
         monkeypatch.setattr(
-            TieredMemory, "exchange", lambda self, queries, *, room: exchange(self, queries, room=0)
+            tier_play, "_kept", lambda *args: counts.append(len(kept(*args))) or kept(*args)
         )
         monkeypatch.setattr(answers, "MAX_NEW_TOKENS", 40)
         with self.session(recording) as session:
             for probe in recording.probes:
                 found = tier_play.ask(session, recording, probe, TIERS, None)
                 assert 0 < found["kept_tokens"] <= recording.seq_len // 4
+            assert max(counts) > recording.seq_len // 4
