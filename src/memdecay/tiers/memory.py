@@ -12,6 +12,7 @@ from torch import Tensor
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.memory import LOST, RESIDENT
 from memdecay.engine.report import TierReport
+from memdecay.tiers.inside import inside
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.recall import Outside
 
@@ -122,10 +123,15 @@ class TieredMemory:
         self._tell(RESIDENT, self._stay)
 
     def _left(self) -> int:
-        """Return what pins and the page being filled leave of the budget, in tokens."""
+        """Return what pins and the page being filled leave of the budget, in tokens.
+
+        Where tokens are at fewer bits too, it is what they leave at full precision.
+        """
         cache = self.cache
         budget = cache.budget if cache.budget is not None else cache.kept() + self.outside.tokens
-        return max(0, budget - sum(cache.ledgers[0].stuck()))
+        left = max(0, budget - sum(cache.ledgers[0].stuck()))
+        room = cache.back_room()
+        return left if room is None else min(left, room)
 
     def _most(self) -> int:
         """Return how many pages a turn may bring back."""
@@ -173,16 +179,13 @@ class TieredMemory:
 
     def report(self) -> TierReport:
         """Return what is where, and what moved."""
-        cache, outside, stores = self.cache, self.outside, self.levels.stores
-        tokens = {name: store.tokens for name, store in stores.items()}
-        size = {name: store.bytes for name, store in stores.items()}
+        outside, stores = self.outside, self.levels.stores
+        tokens, size = inside(self.cache)
         return TierReport(
-            tokens={"resident": cache.kept(), "host": 0, "disk": 0, **tokens},
+            tokens=tokens | {name: store.tokens for name, store in stores.items()},
             bytes={
-                "resident": cache.nbytes,
-                "host": 0,
-                "disk": 0,
                 **size,
+                **{name: store.bytes for name, store in stores.items()},
                 "summaries": outside.summary_bytes,
             },
             moved_down=outside.moved_down + self.levels.moved_down,
