@@ -186,7 +186,8 @@ class Outside:
 
         Args:
             pages: best first; those that are not outside are passed over.
-            room: tokens of the budget to leave free, for what is read next.
+            room: tokens of the budget to leave free, for what is read next; at full precision too,
+                if all of them can be.
             staying: pages of which what is kept does not go for them, if there is room for that.
 
         Returns:
@@ -200,12 +201,11 @@ class Outside:
         _check_integer("room", room, 0)
         ledger = movable(self.cache)
         wanted = [page for page in dict.fromkeys(pages) if page in self._sizes]
-        limit = None if self.cache.budget is None else self.cache.budget - room
         # A pin keeps the rest of a page that comes back from going meanwhile.
         free = ledger["position"][~ledger["pinned"]]
         try:
-            chosen = wanted if limit is None else self._fitting(wanted, free, limit, staying)
-            return self._bring(chosen, limit)
+            chosen = self._fitting(wanted, free, room, staying)
+            return self._bring(chosen, room)
         finally:
             self._pin(free, [])
 
@@ -280,14 +280,13 @@ class Outside:
         return budget is not None and self.cache.kept() + count > budget
 
     def _fitting(
-        self, pages: list[int], free: Tensor, limit: int, staying: Collection[int]
+        self, pages: list[int], free: Tensor, room: int, staying: Collection[int]
     ) -> list[int]:
         """Return the first of some pages that fit beside what must stay, and pin them."""
-        ledger = self.cache.ledgers[0]
 
         def fits(some: list[int]) -> bool:
             self._pin(free, [*staying, *some])
-            return self._size(some) + max(sum(ledger.stuck()), 1) <= limit
+            return self._fits(self._size(some), room)
 
         if not fits(pages[:1]):
             staying = ()
@@ -296,6 +295,16 @@ class Outside:
         count = next(n for n in range(len(pages)) if not fits(pages[: n + 1]))
         fits(pages[:count])
         return pages[:count]
+
+    def _fits(self, count: int, room: int) -> bool:
+        """Say whether so many tokens and `room` fit beside what must stay."""
+        cache, full = self.cache, self.cache.back_room()
+        if cache.budget is not None:
+            stuck = max(sum(cache.ledgers[0].stuck()), 1)
+            if count + stuck + room > cache.budget:
+                return False
+        # What comes back may itself have to stay at full precision, and then a page be filled.
+        return full is None or count + max(room, cache.page_size) < full
 
     def _size(self, pages: Sequence[int]) -> int:
         return sum(self._sizes[page] for page in pages)
@@ -308,8 +317,8 @@ class Outside:
         ours = torch.isin(position, free)
         ledger["pinned"][ours] = torch.isin(position[ours] // self.page_size, numbers)
 
-    def _bring(self, pages: Sequence[int], limit: int | None) -> list[int]:
-        """Put pages back, within a limit of tokens kept; returns those that were not lost."""
+    def _bring(self, pages: Sequence[int], room: int) -> list[int]:
+        """Put pages back with `room` tokens left free; returns those that were not lost."""
         # They leave the store first, where what goes for them may need their room.
         found = {page: self._out(page) for page in pages}
         parts = [part for part in found.values() if part is not None]
@@ -321,8 +330,10 @@ class Outside:
             self._keep(moved.select(waiting))
             moved = moved.select(~waiting)
         try:
-            if limit is not None and len(moved):
-                self.cache.shrink(limit - len(moved))
+            if len(moved):
+                if self.cache.budget is not None:
+                    self.cache.shrink(self.cache.budget - room - len(moved))
+                self.cache.spare_full(room + len(moved))
             kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
             known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
             self.cache.put_back(moved.select(~known) if bool(known.any()) else moved)
