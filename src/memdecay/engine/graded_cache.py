@@ -17,7 +17,7 @@ from memdecay.engine.graded import GradedPool, GradedTable, balanced
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Ledger
 from memdecay.engine.moving import Moved, check_back, movable
-from memdecay.engine.replay import ReplayForward
+from memdecay.engine.replay import LEAST, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move
 from memdecay.errors import BudgetError, MemDecayError, ModelError
 
@@ -308,6 +308,19 @@ class GradedCache(MemDecayCache):
             pool.lower(codes, left, coded, groups)
         ledger.move(Move(0, len(order), order=order))
         self.lowered_tokens += len(slots)
+
+    @_lasting
+    def replay_room(self, prompt: int, wanted: int) -> int:
+        """Return how many kept tokens one forward may repeat now, as `MemDecayCache.replay_room`.
+
+        What they take for the time of it must fit at full precision too; others go down for that.
+        """
+        assert self.full_precision is not None
+        count, layers = super().replay_room(prompt, wanted), len(self.layout.windows)
+        if count:
+            self.spare_full(token_equivalents(prompt + min(count, LEAST), layers))
+        free = (self.full_precision - self.full_tokens) * layers
+        return max(0, min(count, free - prompt))
 
     # Out and back
 
