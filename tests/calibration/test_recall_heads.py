@@ -89,7 +89,7 @@ def test_left_out_questions_are_told_by_the_heads_of_others() -> None:
     assert (heads[0].layer, heads[0].head) == (0, 0)
     assert apart is not None and apart < reached
     alone = measured([one for one in asked if one.cluster == "mill"])
-    assert alone[2] is None and alone[1] > 0.9
+    assert alone[2] is None and alone[1] > 0.7
 
 
 def test_no_question_is_refused() -> None:

@@ -20,15 +20,17 @@ from engine.sessions import (
 from engine.tiered import (
     Watched,
     outside,
+    outside_positions,
     tiered,
     turns,
     watched_budget,
 )
+from memdecay.engine import session as engine_session
 
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"policy": "memdecay-paper", "align": "region", "tiers": {"host": 0, "disk": None}},
-    {"policy": "streaming", "page_size": 1, "tiers": {"pages": 3, "page_size": 3}},
+    {"policy": "streaming", "page_size": 1, "tiers": {"pages": 3, "page_size": 3, "looks": 1}},
     {"clock": "tokens", "tiers": {"host": 40, "disk": 30, "every": 1}},
 ]
 
@@ -87,7 +89,8 @@ def test_a_look_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         seen.append((before, count, queries.shape))
         return queries
 
-    def exchange(queries: Tensor, *, room: int) -> None:
+    def exchange(queries: Tensor, *, room: int, again: bool) -> None:
+        assert again == (len(seen) == 2)
         before = seen[-1][0]
         after = state()
         assert before[0] == after[0] and torch.equal(before[1], after[1])
@@ -99,12 +102,59 @@ def test_a_look_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     rendered = probe.conversation.append([user(7, 3)])
     opening = probe.conversation.generation_prompt()
     made.append([user(7, 3)])
-    assert len(seen) == 1
-    assert seen[0][1] == len(rendered) + len(opening) and seen[0][2][1] == seen[0][1]
+    assert len(seen) == 2
+    for _, count, shape in seen:
+        assert count == len(rendered) + len(opening) == shape[1]
+
+
+def test_only_the_end_of_a_long_turn_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_session, "_LOOKED_AT", 10)
+    made = tiered()
+    made.append([system(4), user(50)])
+    memory: Any = made._memory
+    looks: list[tuple[int, int]] = []
+    look, exchange = memory.look, memory.exchange
+
+    def looked(run: Any, count: int) -> Tensor:
+        queries: Tensor = look(run, count)
+        looks.append((count, queries.shape[1]))
+        return queries
+
+    def exchanged(queries: Tensor, *, room: int, again: bool) -> None:
+        looks.append((room, room))
+        exchange(queries, room=room, again=again)
+
+    monkeypatch.setattr(memory, "look", looked)
+    monkeypatch.setattr(memory, "exchange", exchanged)
+    probe = made.fork()
+    rendered = probe.conversation.append([user(30, 3)])
+    opening = probe.conversation.generation_prompt()
+    made.append([user(30, 3)])
+    short, whole = 10 + len(opening), len(rendered) + len(opening)
+    assert looks == [(short, short), (whole, whole)] * 2
+    assert made._ids[-len(rendered) :] == rendered.ids
+
+
+def test_a_second_look_ranks_again_all_that_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiered()
+    made.append([system(4), user(90)])
+    memory: Any = made._memory
+    best, ranked = outside(made).best, []
+
+    def noted(queries: Tensor, count: int) -> list[int]:
+        ranked.append({*outside_positions(made)})
+        found: list[int] = best(queries, count)
+        return found
+
+    monkeypatch.setattr(outside(made), "best", noted)
+    made.append([user(7, 3)])
+    first, second = ranked
+    assert first <= second and memory._stay.tolist()
+    assert {*memory._stay.tolist()} <= second
 
 
 def test_what_an_assistant_wrote_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tiered()
+    made = tiered(tiers={"looks": 1})
     made.append([system(4), user(50)])
     memory: Any = made._memory
     looks: list[list[int]] = []
@@ -148,7 +198,7 @@ def test_an_answer_brings_pages_back_every_few_steps(monkeypatch: pytest.MonkeyP
     assert calls == [(decoded + 5, 5), (decoded + 10, 5), (decoded + 15, 5)]
     calls.clear()
     made.append([user(3, 4), assistant(14, 5)], score=True, score_chunk=4)
-    steps = [count for _, count in calls[1:]]
+    steps = [count for _, count in calls[2:]]
     assert steps and all(count == 5 for count in steps)
     never = tiered(tiers={"every": 0})
     assert never.cache.on_step is None and never.cache.on_queries is None
@@ -159,7 +209,7 @@ def test_what_a_turn_brought_back_stays_while_it_is_answered() -> None:
     made.append([system(4), user(70)])
     made.append([user(4, 9)])
     memory: Any = made._memory
-    assert len(memory._stay) == 4
-    came = {at for at in kept(made.cache) if at // 4 in memory._stay}
+    came = {*memory._stay.tolist()}
+    assert came <= {*kept(made.cache)}
     made.generate(max_new_tokens=20, eos_token_id=NEVER)
     assert len(came) >= 12 and came <= set(kept(made.cache))

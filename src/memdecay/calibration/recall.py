@@ -16,8 +16,8 @@ from memdecay.errors import StudyError
 from memdecay.evidence import ASK, EvidenceHead
 from memdecay.policy.recall import contrast, strength
 
-HEADS = 6
-"""How many heads find pages: more help little, and each costs memory and time."""
+HEADS = 12
+"""How many heads find pages; each costs memory and time."""
 PAGE = 16
 """Tokens of a page that is looked for."""
 

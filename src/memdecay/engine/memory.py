@@ -24,10 +24,12 @@ class Memory(Protocol):
     """What a cache has forgotten, and the way back for it.
 
     Attributes:
+        looks: how often a turn is looked at before it is read.
         on_move: called with a tier, or "resident" or "lost", and the tokens that went there, each
             run from its first to before its second position. What the cache evicts is not told.
     """
 
+    looks: int
     on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None
 
     def tier_of(self, position: int) -> str | None:
@@ -42,8 +44,11 @@ class Memory(Protocol):
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back from the cache; returns its queries."""
 
-    def exchange(self, queries: Tensor, *, room: int) -> None:
-        """Bring back what these queries ask for, with room left for so many tokens."""
+    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
+        """Bring back what these queries ask for, with room left for so many tokens.
+
+        `again` takes the exchange before it back, which let the same turn ask better.
+        """
 
     def mark(self) -> Any:
         """Return what `back_to` needs if what follows fails."""

@@ -45,6 +45,8 @@ def check_pins(
     else:
         number = held = int(ledger.held().sum())
     need = held + cache.page_size
+    if cache.full_precision is not None:
+        need += cache.page_size  # the newest stays too, when the next is begun
     if number and need > budget:
         raise BudgetError(
             f"budget is {budget} tokens, but {number} tokens are pinned ({held} with the "

@@ -49,6 +49,8 @@ _OURS = (
     "return_dict_in_generate",
 )
 _ROWS = ("num_beams", "num_return_sequences")
+_LOOKED_AT = 512
+"""Tokens of a turn that are looked at for what they ask, before it is read: its last ones."""
 
 
 class Session:
@@ -548,18 +550,18 @@ class Session:
     ) -> None:
         """Let what part of the new tokens asks for come back, before it is read.
 
-        It is read once for that and taken back, with what opens the answer to it, as that asks
-        most.
+        Its end is read for that and taken back, with what opens the answer to it, as that asks
+        most; and again with what has come back, as then it asks better.
         """
-        count = part.stop - part.start
-        if not memory.wants(count):
+        if not memory.wants(part.stop - part.start):
             return
         stop = part.stop + (part.ahead or 0)
+        begin = max(part.start, part.stop - _LOOKED_AT)
         opening = self._opening(rendered, pins) if part.stop == len(rendered) else None
-        ids = [*rendered.ids[part.start : stop], *(opening.ids if opening is not None else ())]
+        ids = [*rendered.ids[begin:stop], *(opening.ids if opening is not None else ())]
 
         def run() -> None:
-            self._label(rendered, pins, part.start, stop)
+            self._label(rendered, pins, begin, stop)
             if opening is not None:
                 first = self._next_span + len(rendered.spans)
                 self.cache.label(
@@ -568,15 +570,17 @@ class Session:
             self._run(ids)
 
         known, logits = len(self._ids), self._last_logits
-        mark = self._recorder.mark() if self._recorder is not None else None
-        try:
-            queries = memory.look(run, len(ids))
-        finally:
-            del self._ids[known:]
-            self._last_logits = logits
-            if self._recorder is not None and mark is not None:
-                self._recorder.back_to(mark)
-        memory.exchange(queries, room=len(ids))
+        room = part.stop - part.start + len(ids) - (part.stop - begin)
+        for number in range(memory.looks):
+            mark = self._recorder.mark() if self._recorder is not None else None
+            try:
+                queries = memory.look(run, len(ids))
+            finally:
+                del self._ids[known:]
+                self._last_logits = logits
+                if self._recorder is not None and mark is not None:
+                    self._recorder.back_to(mark)
+            memory.exchange(queries, room=room, again=number > 0)
 
     def _opening(self, rendered: Rendered, pins: Sequence[bool]) -> Rendered | None:
         """Return what the template opens an answer to new tokens with, if it can and it fits."""

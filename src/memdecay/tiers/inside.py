@@ -31,6 +31,8 @@ def inside(cache: MemDecayCache) -> tuple[dict[str, int], dict[str, int]]:
 class InsideOnly:
     """The memory of a session in whose cache tokens lose precision, and what leaves it is lost."""
 
+    looks = 0
+
     def __init__(self, cache: MemDecayCache) -> None:
         self.cache = cache
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
@@ -49,7 +51,7 @@ class InsideOnly:
         """Run nothing; `wants` never asks for it."""
         return torch.empty(0)
 
-    def exchange(self, queries: Tensor, *, room: int) -> None:
+    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
         """Do nothing."""
 
     def mark(self) -> None:

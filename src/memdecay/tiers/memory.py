@@ -16,6 +16,7 @@ from memdecay.tiers.inside import inside
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.recall import Outside
 
+_NOTHING = torch.zeros(0, dtype=torch.int64)
 FEW = 4
 """Pages that an exchange between two decode steps brings back at most."""
 
@@ -36,6 +37,7 @@ class TieredMemory:
         pages: at most how many pages a turn brings back; None for as many as fill half of what
             pins leave of the budget, and for a long turn less.
         every: decode steps between two exchanges; 0 for none.
+        looks: how often a turn is looked at before it is read.
 
     Raises:
         MemDecayError, ProfileError: as for `Outside`.
@@ -50,13 +52,15 @@ class TieredMemory:
         heads: tuple[tuple[int, int], ...],
         pages: int | None,
         every: int,
+        looks: int = 2,
     ) -> None:
         self.cache = cache
         self.levels = levels
         self.outside = Outside(cache, levels, page_size=page_size, heads=heads)
-        self.pages, self.every = pages, every
+        self.pages, self.every, self.looks = pages, every, looks
+        self._margin = (page_size // 4, 3 * page_size // 4)
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
-        self._stay: tuple[int, ...] = ()  # pages that the last turn brought back
+        self._stay = _NOTHING  # positions that the last turn brought back
         self._attach()
 
     def _attach(self) -> None:
@@ -69,12 +73,14 @@ class TieredMemory:
     def _moved(self, page: int, tier: str) -> None:
         if tier == LOST:
             self.outside.dropped(page)
-        self._tell(tier, [page])
-
-    def _tell(self, tier: str, pages: Sequence[int]) -> None:
         size = self.outside.page_size
-        if pages and self.on_move is not None:
-            self.on_move(tier, [(page * size, (page + 1) * size) for page in pages])
+        self._tell(tier, torch.arange(page * size, (page + 1) * size))
+
+    def _tell(self, tier: str, positions: Tensor) -> None:
+        if len(positions) and self.on_move is not None:
+            ends = (positions.diff() > 1).nonzero().flatten() + 1
+            runs = positions.tensor_split(ends)
+            self.on_move(tier, [(int(run[0]), int(run[-1]) + 1) for run in runs])
 
     def tier_of(self, position: int) -> str | None:
         """Return the tier of a token that is not in the cache, None if it is nowhere.
@@ -105,21 +111,29 @@ class TieredMemory:
         """Run a turn and take it back; see `Outside.look`."""
         return self.outside.look(run, count)
 
-    def exchange(self, queries: Tensor, *, room: int) -> None:
+    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
         """Bring back what a turn asks for, and let what the last one brought back go (mutates).
 
         Args:
             queries: of the turn, as `look` returned them.
             room: tokens of the turn. Room for them and for the first steps of an answer is left
                 free, but not more than half of what pins leave.
+            again: for another look at the same turn: what came back for the one before goes, and
+                all that is outside is ranked by queries that have seen it.
         """
+        if again:
+            self.outside.send(self._stay)
         left = self._left()
         room = min(room + self.every, left // 2)
-        most = self._most()
-        if self.pages is None:  # a quarter stays what the policy keeps, however long the turn is
-            most = min(most, (left - room - left // 4) // self.outside.page_size)
-        wanted = self.outside.best(queries, max(most, 0))
-        self._stay = tuple(self.outside.recall(wanted, room=room))
+        # A quarter stays what the policy keeps, however long the turn is.
+        most = max(0, left - room - left // 4)
+        size = self.outside.page_size
+        # Of some pages there is little outside.
+        pages = 2 * -(-most // size) if self.pages is None else self.pages
+        wanted = self.outside.best(queries, pages)
+        self._stay = self.outside.recall(
+            wanted, room=room, margin=self._margin, most=most if self.pages is None else None
+        )
         self._tell(RESIDENT, self._stay)
 
     def _left(self) -> int:
@@ -146,7 +160,9 @@ class TieredMemory:
                 few = min(FEW, max(1, self._most() // 4))
                 wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
                 room = min(max(count, self.every), self._left() // 2)
-                back = self.outside.recall(wanted, room=room, staying=self._stay)
+                back = self.outside.recall(
+                    wanted, room=room, margin=self._margin, staying=self._stay
+                )
                 self._tell(RESIDENT, back)
             self.begin()
         self._steps += count
@@ -158,11 +174,11 @@ class TieredMemory:
 
     # The life of a session
 
-    def mark(self) -> tuple[int, ...]:
+    def mark(self) -> Tensor:
         """Return what `back_to` needs if what follows fails."""
         return self._stay
 
-    def back_to(self, mark: tuple[int, ...]) -> None:
+    def back_to(self, mark: Tensor) -> None:
         """Take note that what followed `mark` never happened; the cache is as it was already."""
         self._stay = mark
         self.begin()
@@ -197,7 +213,7 @@ class TieredMemory:
         """Return all that is outside, as plain JSON values and as tensors, for `restore`."""
         levels, pages = self.levels.state()
         known, summaries = self.outside.state()
-        plain = {"levels": levels, "outside": known, "stay": [*self._stay]}
+        plain = {"levels": levels, "outside": known, "stay": self._stay.tolist()}
         return plain, {
             **{f"page.{name}": tensor for name, tensor in pages.items()},
             **{f"known.{name}": tensor for name, tensor in summaries.items()},
@@ -212,13 +228,13 @@ class TieredMemory:
 
         sizes = self.levels.restore(plain["levels"], under("page."))
         self.outside.restore(plain["outside"], under("known."), sizes)
-        self._stay = tuple(plain["stay"])
+        self._stay = torch.tensor(plain["stay"], dtype=torch.int64)
 
     def clear(self) -> None:
         """Forget everything; the cache was reset already."""
         self.outside.clear()
         self.levels.moved_down = 0
-        self._stay = ()
+        self._stay = _NOTHING
         self.begin()
 
     def close(self) -> None:

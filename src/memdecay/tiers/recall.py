@@ -6,6 +6,7 @@ look at come back into the budget, in exchange for the worst that are kept; then
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -88,7 +89,7 @@ class Outside:
         self.cache = cache
         self.store = store
         self.page_size = page_size
-        self._sizes: dict[int, int] = {}
+        self._there: dict[int, int] = {}  # of each page, a bit for each token that is outside
         self._summaries: Summaries | None = None
         self.moved_down = self.came_back = self.lost = 0
         self._attach()
@@ -112,34 +113,37 @@ class Outside:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.cache, other.store = cache, self.store.copy()
-        other._sizes = dict(self._sizes)
+        other._there = dict(self._there)
         other._summaries = copy.deepcopy(self._summaries)
         other._attach()
         return other
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what is known of the pages, as plain JSON values and as tensors; not the store."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
+        about = {
+            "counts": {name: getattr(self, name) for name in _COUNTS},
+            "there": [*self._there.items()],
+        }
         if self._summaries is None:
-            return {"counts": counts, "summaries": None}, {}
+            return {**about, "summaries": None}, {}
         plain, tensors = self._summaries.state()
-        return {"counts": counts, "summaries": plain}, tensors
+        return {**about, "summaries": plain}, tensors
 
     def restore(
-        self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], sizes: Mapping[int, int]
+        self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], pages: Collection[int]
     ) -> None:
         """Know what others of the same settings knew (mutates).
 
         Args:
             plain: of `state`.
             tensors: likewise.
-            sizes: for each page that is in the store its tokens.
+            pages: those that are in the store.
         """
-        self._sizes = dict(sizes)
+        self._there = {page: there for page, there in plain["there"] if page in pages}
         if plain["summaries"] is not None:
             self._summaries = self._new_summaries(tensors["mean"].shape[-1])
             self._summaries.restore(plain["summaries"], tensors)
-            for page in {*self._summaries.pages} - sizes.keys():
+            for page in {*self._summaries.pages} - {*pages}:
                 self._summaries.remove(page)
         self.__dict__.update(plain["counts"])
 
@@ -148,12 +152,12 @@ class Outside:
     @property
     def pages(self) -> dict[int, int]:
         """For each page of which some is outside, how many tokens are."""
-        return dict(self._sizes)
+        return {page: there.bit_count() for page, there in self._there.items()}
 
     @property
     def tokens(self) -> int:
         """Tokens outside."""
-        return sum(self._sizes.values())
+        return sum(there.bit_count() for there in self._there.values())
 
     @property
     def summary_bytes(self) -> int:
@@ -178,21 +182,30 @@ class Outside:
 
     @uninterrupted
     def recall(
-        self, pages: Sequence[int], *, room: int = 0, staying: Collection[int] = ()
-    ) -> list[int]:
+        self,
+        pages: Sequence[int],
+        *,
+        room: int = 0,
+        margin: tuple[int, int] = (0, 0),
+        most: int | None = None,
+        staying: Tensor | None = None,
+    ) -> Tensor:
         """Bring pages back, in exchange for the worst tokens that are kept.
 
         What is kept of these pages stays. The budget holds at every moment: the worst go first.
 
         Args:
-            pages: best first; those that are not outside are passed over.
+            pages: best first; what of them is not outside is passed over.
             room: tokens of the budget to leave free, for what is read next; at full precision too,
                 if all of them can be.
-            staying: pages of which what is kept does not go for them, if there is room for that.
+            margin: tokens before and after each page that come with it, as what a page is found by
+                and what it says need not be on one.
+            most: at most how many tokens come back.
+            staying: `(n,)` int64, positions that do not go for them, if there is room for that.
 
         Returns:
-            The pages that came back: as many, from the first on, as the budget can hold beside
-            what pins keep, the page being filled and `room`.
+            `(n,)` int64, ascending: the positions that came back: as many, from the first page on,
+            as the budget can hold beside what pins keep, the page being filled and `room`.
 
         Raises:
             MemDecayError: `room` is not an integer of at least 0, or the cache does not hold
@@ -200,14 +213,28 @@ class Outside:
         """
         _check_integer("room", room, 0)
         ledger = movable(self.cache)
-        wanted = [page for page in dict.fromkeys(pages) if page in self._sizes]
         # A pin keeps the rest of a page that comes back from going meanwhile.
         free = ledger["position"][~ledger["pinned"]]
+        staying = free[:0] if staying is None else staying.to(free.device)
         try:
-            chosen = self._fitting(wanted, free, room, staying)
-            return self._bring(chosen, room)
+            wanted = self._windows(pages, margin)
+            wanted = self._fitting(wanted, free, room, staying, most)
+            return self._bring(wanted, room)
         finally:
-            self._pin(free, [])
+            self._pin(free, free[:0])
+
+    @uninterrupted
+    def send(self, positions: Tensor) -> None:
+        """Let kept tokens go outside, those that a pin keeps and the newest excepted (mutates).
+
+        Args:
+            positions: `(n,)` int64; those that are not kept are passed over.
+        """
+        ledger = movable(self.cache)
+        chosen = torch.isin(ledger["position"], positions.to(ledger.device)) & ~ledger.held()
+        chosen &= ledger["position"] != ledger["position"].max()
+        if bool(chosen.any()):
+            self.moved_down += self._keep(self.cache.take(ledger["position"][chosen]).to("cpu"))
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Read a turn only for what it asks for, and take it back.
@@ -264,7 +291,7 @@ class Outside:
         """
         _check_integer("pages", pages, 0)
         _check_integer("room", room, 0)
-        if pages and self.cache.seen and (self._sizes or self._overflows(count)):
+        if pages and self.cache.seen and (self._there or self._overflows(count)):
             wanted = self.best(self.look(run, count), pages)
             half = self.cache.budget // 2 if self.cache.budget is not None else 0
             self.recall(wanted, room=min(count + room, half))
@@ -279,22 +306,49 @@ class Outside:
         budget = self.cache.budget
         return budget is not None and self.cache.kept() + count > budget
 
+    def _windows(self, pages: Sequence[int], margin: tuple[int, int]) -> Tensor:
+        """Return the positions of pages and of what lies around them, in the order of their worth.
+
+        Of one page these are its own, then those after it, then those before it, nearest first.
+        """
+        size, (before, after) = self.page_size, margin
+        ahead = torch.arange(size + after)
+        offsets = torch.cat([ahead, -1 - torch.arange(before)])
+        first = size * torch.tensor([*dict.fromkeys(pages)], dtype=torch.int64)
+        order = (first[:, None] + offsets).flatten()
+        order = order[(order >= 0) & (order < self.cache.seen)]
+        distinct, number = torch.unique(order, return_inverse=True)
+        places = torch.arange(len(order))
+        earliest = torch.full_like(distinct, len(order)).scatter_reduce(0, number, places, "amin")
+        return order[earliest.sort().values]
+
     def _fitting(
-        self, pages: list[int], free: Tensor, room: int, staying: Collection[int]
-    ) -> list[int]:
-        """Return the first of some pages that fit beside what must stay, and pin them."""
+        self,
+        wanted: Tensor,
+        free: Tensor,
+        room: int,
+        staying: Tensor,
+        most: int | None,
+    ) -> Tensor:
+        """Return the first of some positions for which there is room, and pin those kept."""
+        outside = self._outside(wanted)
+        before = outside.cumsum(0)
+        wanted = wanted.to(free.device)
 
-        def fits(some: list[int]) -> bool:
-            self._pin(free, [*staying, *some])
-            return self._fits(self._size(some), room)
+        def fits(count: int, others: Tensor) -> bool:
+            self._pin(free, torch.cat([others, wanted[:count]]))
+            new = int(before[count - 1]) if count else 0
+            return (most is None or new <= most) and self._fits(new, room)
 
-        if not fits(pages[:1]):
-            staying = ()
-        if not pages or fits(pages):
-            return pages
-        count = next(n for n in range(len(pages)) if not fits(pages[: n + 1]))
-        fits(pages[:count])
-        return pages[:count]
+        if not len(wanted):
+            return wanted
+        if not fits(1, staying):
+            staying = free[:0]
+        count = bisect.bisect_left(
+            range(len(wanted)), True, key=lambda number: not fits(number + 1, staying)
+        )
+        fits(count, staying)
+        return wanted[:count].cpu()[outside[:count]]
 
     def _fits(self, count: int, room: int) -> bool:
         """Say whether so many tokens and `room` fit beside what must stay."""
@@ -306,24 +360,35 @@ class Outside:
         # What comes back may itself have to stay at full precision, and then a page be filled.
         return full is None or count + max(room, cache.page_size) < full
 
-    def _size(self, pages: Sequence[int]) -> int:
-        return sum(self._sizes[page] for page in pages)
+    def _outside(self, positions: Tensor) -> Tensor:
+        """Return `(n,)` bool: whether each of these positions is outside."""
+        pages, offsets = positions // self.page_size, positions % self.page_size
+        there = [
+            self._there.get(page, 0) >> offset & 1
+            for page, offset in zip(pages.tolist(), offsets.tolist(), strict=True)
+        ]
+        return torch.tensor(there, dtype=torch.bool)
 
-    def _pin(self, free: Tensor, pages: Sequence[int]) -> None:
-        """Pin, of the positions that nobody else pinned, those of some pages and no other."""
+    def _pin(self, free: Tensor, positions: Tensor) -> None:
+        """Pin, of what nobody else pinned (`free`), these positions and no other."""
         ledger = self.cache.ledgers[0]
         position = ledger["position"]
-        numbers = torch.tensor(pages, dtype=torch.int64, device=position.device)
         ours = torch.isin(position, free)
-        ledger["pinned"][ours] = torch.isin(position[ours] // self.page_size, numbers)
+        ledger["pinned"][ours] = torch.isin(position[ours], positions)
 
-    def _bring(self, pages: Sequence[int], room: int) -> list[int]:
-        """Put pages back with `room` tokens left free; returns those that were not lost."""
+    def _bring(self, positions: Tensor, room: int) -> Tensor:
+        """Put tokens back with `room` left free; returns those that were not lost."""
         # They leave the store first, where what goes for them may need their room.
-        found = {page: self._out(page) for page in pages}
-        parts = [part for part in found.values() if part is not None]
+        parts = []
+        for page in (positions // self.page_size).unique().tolist():
+            part = self._out(page)
+            if part is not None:
+                chosen = torch.isin(part.positions, positions)
+                if not bool(chosen.all()):
+                    self._keep(part.select(~chosen))
+                parts.append(part.select(chosen))
         if not parts:
-            return []
+            return positions[:0]
         moved = Moved.joined(parts)
         waiting = slid_away(self.cache, moved)
         if bool(waiting.any()):
@@ -340,9 +405,8 @@ class Outside:
         except BaseException:
             self._keep(moved)
             raise
-        back = {*(moved.positions // self.page_size).tolist()}
-        self.came_back += len(back)
-        return [page for page in found if page in back]
+        self.came_back += len((moved.positions // self.page_size).unique())
+        return moved.positions
 
     # The way out
 
@@ -372,7 +436,8 @@ class Outside:
         """Put a page into the store and among the summaries, if there is room for it."""
         kept = self.store.put(page, part)
         if kept:
-            self._sizes[page] = len(part)
+            offsets = (part.positions - page * self.page_size).tolist()
+            self._there[page] = sum(1 << offset for offset in offsets)
             self._summarise(page, part.keys)
         return kept
 
@@ -390,7 +455,7 @@ class Outside:
 
     def _struck(self, page: int) -> bool:
         """Strike a page off, but for the store; False if it was not outside."""
-        known = self._sizes.pop(page, None) is not None
+        known = self._there.pop(page, None) is not None
         if known and self._summaries is not None:
             self._summaries.remove(page)
         return known
@@ -409,7 +474,7 @@ class Outside:
 
     def _rolled_back(self, seen: int) -> None:
         """Forget what the sequence has not seen any more."""
-        for page in [page for page in self._sizes if (page + 1) * self.page_size > seen]:
+        for page in [page for page in self._there if (page + 1) * self.page_size > seen]:
             if page * self.page_size >= seen:
                 self._struck(page)
                 self.store.discard(page)

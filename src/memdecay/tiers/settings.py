@@ -49,6 +49,9 @@ class Tiers:
             pins leave of the budget, and for a long turn less: a quarter stays what the policy
             keeps.
         every: an answer brings pages back every so many decode steps; 0 for never.
+        looks: how often new messages are looked at before they are read. A second look finds more
+            than the first, as it sees what that brought back; each takes as long as reading them,
+            or their last 512 tokens if they are longer.
         no_disk: regions of which nothing is written to disk by this; what is evicted of them
             stays in memory or is lost.
         words: find pages also by the rare words that they share with a turn.
@@ -70,6 +73,7 @@ class Tiers:
     page_size: int = 16
     pages: int | None = None
     every: int = 16
+    looks: int = 2
     no_disk: Collection[str] = ()
     words: bool = True
     quantized: int | None = 0
@@ -106,6 +110,7 @@ class Tiers:
         if self.pages is not None:
             _check_integer("pages", self.pages, 1, ", or None")
         _check_integer("every", self.every, 0)
+        _check_integer("looks", self.looks, 1)
         for name in ("no_disk", "full_regions"):
             object.__setattr__(self, name, _regions(name, getattr(self, name)))
         if self.full_regions and self.quantized == 0:
@@ -214,6 +219,7 @@ class Tiers:
             heads=heads,
             pages=self.pages,
             every=self.every,
+            looks=self.looks,
         )
 
     def to_dict(self) -> dict[str, Any]:
