@@ -37,7 +37,7 @@ def test_any_turns_equal_a_forward_that_quantizes_and_hides_the_same(
     followed = Followed(made, name)
     with followed.checked():
         made.append([system(4), user(60)])
-        turns(made, setting, 10)
+        turns(made, setting, 12)
     tiers = SETTINGS[setting].get("tiers", {})
     quantized = tiers.get("quantized", 64)
     assert made.cache.budget == (None if quantized is None else 64 + quantized)
