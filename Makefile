@@ -33,8 +33,9 @@ study: $(STAMP)
 
 KVPRESS := .venv-kvpress
 OPENVINO := .venv-openvino
+QUANTIZED := .venv-quantized
 
-peers: $(KVPRESS)/installed $(OPENVINO)/installed
+peers: $(KVPRESS)/installed $(OPENVINO)/installed $(QUANTIZED)/installed
 	$(KVPRESS)/bin/python peers/check_kvpress.py
 
 $(KVPRESS)/installed: peers/requirements-kvpress.txt
@@ -46,6 +47,12 @@ $(KVPRESS)/installed: peers/requirements-kvpress.txt
 $(OPENVINO)/installed: peers/requirements-openvino.txt
 	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
 	$(OPENVINO)/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-openvino.txt
+	touch $@
+
+$(QUANTIZED)/installed: peers/requirements-quantized.txt
+	test -x $(QUANTIZED)/bin/python || $(PYTHON) -m venv $(QUANTIZED)
+	$(QUANTIZED)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(QUANTIZED)/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-quantized.txt
 	touch $@
 
 check: lint test
@@ -71,4 +78,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(KVPRESS) $(OPENVINO) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(KVPRESS) $(OPENVINO) $(QUANTIZED) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -211,7 +211,7 @@ class Maker:
     """What made the rows.
 
     Args:
-        engine: "kvpress" or "openvino".
+        engine: "kvpress", "openvino" or "transformers".
         packages: whose versions the rows carry.
     """
 
@@ -295,9 +295,9 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], schema: pa.Schema = SCHEMA) -> None:
     """Write rows so that the file is complete or not there at all."""
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".partial")
     try:

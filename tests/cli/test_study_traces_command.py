@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memdecay.evidence import ASK, EvidenceHead
+from memdecay.regions import Profile
 from memdecay.study import workers
 from memdecay.study.trace_report import gather
 from study.study_tiny import small
@@ -82,6 +84,19 @@ def test_an_interrupt_is_no_traceback_and_keeps_what_is_done(
     monkeypatch.setattr(workers, "do_trace", do)
     assert command(*ARGS)[0] == 0
     assert len(gather(Path("runs/traces"))) == 5
+
+
+def test_tiers_are_part_of_a_name(command: Command) -> None:
+    heads = (EvidenceHead(0, 1, ASK), EvidenceHead(1, 2, ASK))
+    Profile.default().with_evidence({"recall": heads}).save(Path("heads.yaml"))
+    own = (*ARGS, "--policies", "streaming,streaming-tiers", "--budgets", "0.5")
+    code, out, err = command(*own, "--profile", "heads.yaml", "--out", "tiers")
+    assert (code, err) == (0, "") and "streaming-tiers" in out
+    assert set(gather(Path("tiers"))["policy"]) == {"full", "streaming", "streaming-tiers"}
+    code, _, err = command(*own, "--out", "without")
+    assert code == 2 and err.startswith("memdecay: policy is 'streaming-tiers', but the profile")
+    code, _, err = command(*own, "--policies", "full-tiers")
+    assert code == 2 and err.startswith("memdecay: policy is 'full-tiers', but full never evicts")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from memdecay.cli import (
     study,
     study_held_out,
     study_report,
+    study_tiers,
     study_traces,
 )
 from memdecay.errors import MemDecayError
@@ -51,6 +52,8 @@ for command in (demo, run, calibrate):
 _add(study_app, study.run, study.RUN_EXAMPLE)
 _add(study_app, study_report.report, study_report.EXAMPLE)
 _add(study_app, study_held_out.held_out, study_held_out.EXAMPLE)
+_add(study_app, study_tiers.tiers, study_tiers.EXAMPLE)
+_add(study_app, study_tiers.tiers_report, study_tiers.REPORT_EXAMPLE)
 _add(study_app, study.episodes, study.EPISODES_EXAMPLE)
 _add(study_app, study.export, study.EXPORT_EXAMPLE)
 _add(study_app, study_traces.traces, study_traces.EXAMPLE)

@@ -71,11 +71,11 @@ def run(
         from memdecay.errors import StudyError
         from memdecay.study.run import episodes_of, run_setting
 
-        chosen = _setting(setting, model, tier, dtype, scenario, variant, groups)
+        chosen = chosen_setting(setting, model, tier, dtype, scenario, variant, groups)
         count = len(episodes_of(chosen))
         if out.exists() and not out.is_dir():
             raise StudyError(f"--out is '{out}', but that is a file; it must be a folder of runs.")
-        workers = _workers(jobs, ray, count)
+        workers = chosen_workers(jobs, ray, count)
         with _terminal.progress() as bar:
             lines = {
                 "measure": bar.add_task(f"{chosen.name}: measuring attention", total=count),
@@ -124,13 +124,13 @@ def export(
     with _terminal.results(as_json=False):
         from memdecay.study import run as study
 
-        chosen = _setting(setting, model, tier, dtype, scenario, variant, None)
+        chosen = chosen_setting(setting, model, tier, dtype, scenario, variant, None)
         count = len(study.episodes_of(chosen))
         with _terminal.progress() as bar:
             line = bar.add_task(f"{chosen.name}: reading episodes", total=count)
             made = study.export(
                 chosen,
-                _workers(jobs, None, count),
+                chosen_workers(jobs, None, count),
                 advance=lambda kind, share: bar.advance(line, share),
             )
     _terminal.write_file(output, "".join(json.dumps(one) + "\n" for one in made))
@@ -195,7 +195,7 @@ def episodes(
     _terminal.out().print(f"Pages of 16 that straddle regions, on average: {mean:.0%}.")
 
 
-def _setting(
+def chosen_setting(
     name: str,
     model: str | None,
     tier: str | None,
@@ -204,6 +204,11 @@ def _setting(
     variant: list[int] | None,
     groups: str | None,
 ) -> Setting:
+    """Return the setting that the options of a command ask for.
+
+    Raises:
+        StudyError: there is no such setting.
+    """
     from memdecay.errors import StudyError
     from memdecay.study.run import with_changes
     from memdecay.study.settings import SETTINGS, Setting, get_setting
@@ -244,7 +249,12 @@ def _names(groups: str | None) -> tuple[str, ...] | None:
     return found
 
 
-def _workers(jobs: int | None, ray: str | None, tasks: int) -> Here | Processes | Ray:
+def chosen_workers(jobs: int | None, ray: str | None, tasks: int) -> Here | Processes | Ray:
+    """Return who does so many tasks.
+
+    Raises:
+        StudyError: `jobs` is not at least 1, or there is no such cluster.
+    """
     from memdecay.study.workers import Here, Processes, Ray, check_jobs, default_jobs
 
     if jobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from memdecay.errors import StudyError
 from memdecay.policy import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from memdecay.study.trace_play import TraceRun
+    from memdecay.policy.base import Policy
+    from memdecay.study.trace_play import TieredPolicy, TraceRun
 
 EXAMPLE = (
     "memdecay study traces traces/ --policies streaming,h2o --budgets 0.5 --out runs/traces/smollm2"
@@ -29,7 +31,11 @@ def traces(
     model: _options.Model = "smollm2",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     policies: Annotated[
-        str, typer.Option("--policies", help="Names with commas; the full cache is always read.")
+        str,
+        typer.Option(
+            "--policies",
+            help="Names with commas, -tiers after one for tiers; the full cache is always read.",
+        ),
     ] = f"{DEFAULT_POLICY},streaming,h2o",
     budgets: Annotated[
         str, typer.Option("--budgets", help="Shares of a trace's tokens, with commas.")
@@ -67,7 +73,7 @@ def traces(
     require("pyarrow", "statsmodels", "scipy", "pandas")
     from memdecay.cli._scripts import scripts
 
-    chosen = [*_options.policies(_options.names(policies, "--policies")).values()]
+    chosen = _policies(_options.names(policies, "--policies"))
     shares = _shares(budgets)
     base = _options.profile(profile)
     found, notes = scripts(traces, retriever or ())
@@ -107,6 +113,25 @@ def traces(
                 _terminal.err().print("What is done stays; the same command goes on from there.")
                 raise
     _say(run, out, len(found), notes, as_json=as_json)
+
+
+def _policies(names: Sequence[str]) -> list[Policy | TieredPolicy]:
+    """Make the policies of these names, each once, with tiers where the name ends with that.
+
+    Raises:
+        PolicyError: a name is unknown; the message suggests a near one.
+        StudyError: a policy cannot have tiers.
+    """
+    from memdecay.policy.registry import available
+    from memdecay.study.trace_play import WITH_TIERS, TieredPolicy
+
+    found: list[Policy | TieredPolicy] = []
+    for name in dict.fromkeys(names):
+        tiered = name.endswith(WITH_TIERS) and name not in available()
+        plain = name.removesuffix(WITH_TIERS) if tiered else name
+        policy = _options.policies([plain])[plain]
+        found.append(TieredPolicy(policy) if tiered else policy)
+    return found
 
 
 def _say(run: TraceRun, out: Path, count: int, notes: list[str], *, as_json: bool) -> None:

@@ -43,25 +43,32 @@ _INTERVALS = (
 )
 
 
-def find_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list[Path]:
+def find_runs(
+    paths: Sequence[Path],
+    names: Sequence[str] | None = None,
+    kinds: Sequence[str] = ("rows", "peers"),
+    command: str = "run",
+) -> list[Path]:
     """Return the folders of the settings in these folders, by name.
 
     Args:
         paths: each the folder of one setting, or a folder of such folders.
         names: the settings that are wanted, all if None or empty.
+        kinds: the folders in that of a setting, of which one must hold rows.
+        command: of `memdecay study`, which writes them.
 
     Raises:
         StudyError: a folder has no rows, a setting is not there, or two folders have its name.
     """
     found: dict[str, Path] = {}
     for path in paths:
-        inside = [path] if _has_rows(path) else []
+        inside = [path] if _has_rows(path, kinds) else []
         if not inside and path.is_dir():
-            inside = sorted(child for child in path.iterdir() if _has_rows(child))
+            inside = sorted(child for child in path.iterdir() if _has_rows(child, kinds))
         if not inside:
             raise StudyError(
                 f"RUNS is '{path}', but there are no rows in it; it must be a folder that "
-                f"`memdecay study run` wrote, or one of such folders."
+                f"`memdecay study {command}` wrote, or one of such folders."
             )
         for folder in inside:
             name = folder.resolve().name
@@ -331,8 +338,8 @@ def _versions(text: str) -> dict[str, str]:
     }
 
 
-def _has_rows(folder: Path) -> bool:
-    return any(any(folder.glob(f"{kind}/*.parquet")) for kind in ("rows", "peers"))
+def _has_rows(folder: Path, kinds: Sequence[str]) -> bool:
+    return any(any(folder.glob(f"{kind}/*.parquet")) for kind in kinds)
 
 
 def _setting_order(name: str) -> tuple[Any, ...]:

@@ -108,13 +108,20 @@ def made_by() -> dict[str, str]:
     }
 
 
-def read_rows(folder: Path) -> pd.DataFrame:
+def read_rows(
+    folder: Path, kinds: Sequence[str] = ("rows", "peers"), schema: pa.Schema = SCHEMA
+) -> pd.DataFrame:
     """Return all rows of a run, those of peers too, in a fixed order.
+
+    Args:
+        folder: of the run.
+        kinds: the folders in it that hold rows.
+        schema: columns to return; those that are not in `SCHEMA` are empty where a file has none.
 
     Raises:
         StudyError: there are none, or a file is not one of rows.
     """
-    files = sorted(folder.glob("rows/*.parquet")) + sorted(folder.glob("peers/*.parquet"))
+    files = [file for kind in kinds for file in sorted(folder.glob(f"{kind}/*.parquet"))]
     if not files:
         raise StudyError(f"runs is {str(folder)!r}, but there are no rows under it.")
     tables = []
@@ -126,8 +133,11 @@ def read_rows(folder: Path) -> pd.DataFrame:
         missing = [name for name in SCHEMA.names if name not in table.column_names]
         if missing:
             raise StudyError(f"{file.name!r} is not a file of rows: it has no {missing[0]!r}.")
+        for column in schema:
+            if column.name not in table.column_names:
+                table = table.append_column(column, pa.nulls(len(table), column.type))
         try:
-            tables.append(table.select(SCHEMA.names).cast(SCHEMA))
+            tables.append(table.select(schema.names).cast(schema))
         except pa.ArrowException as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise StudyError(f"{file.name!r} is not a file of rows: {reason}.") from None

@@ -98,7 +98,7 @@ def run_setting(
     folder = runs / setting.name
     episodes = episodes_of(setting)
     chosen = conditions(setting.groups)
-    _claim(folder, setting, episodes)
+    claim(folder, setting, episodes)
     measured = {path.stem for path in folder.glob("curves/*.parquet")}
     tasks = [
         Task("measure", setting, episode) for episode in episodes if episode.name not in measured
@@ -164,7 +164,7 @@ def _watch(
         StudyError: one has no heads, and others of the run that are not asked for no files.
     """
     asked = {episode.scenario for episode in episodes}
-    without = [name for name in sorted(asked) if not _evidence_in(_profile_path(folder, name))]
+    without = [name for name in sorted(asked) if not _evidence_in(profile_path(folder, name))]
     if not without:
         advance("watch", len(episodes))
         return
@@ -191,7 +191,8 @@ def _scenario(episode: str) -> str:
     return episode.rpartition("-")[0]
 
 
-def _profile_path(folder: Path, scenario: str) -> Path:
+def profile_path(folder: Path, scenario: str) -> Path:
+    """Return the file of the profile that was measured on all scenarios but one."""
     return folder / "profiles" / f"{scenario}.yaml"
 
 
@@ -238,7 +239,7 @@ def leave_one_out(
             "traces": len(others),
             "burst": setting.calibration_burst,
         }
-        path = _profile_path(folder, scenario)
+        path = profile_path(folder, scenario)
         seen = [one for one in watched if one.cluster != scenario]
         whole = everyone - {scenario} <= {one.cluster for one in seen}
         evidence = evidence_from(seen) if seen and whole else _evidence_in(path)
@@ -275,7 +276,7 @@ def _check_curves(folder: Path) -> None:
         first = now
 
 
-def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
+def claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
     """Write down what this folder is a run of, or check that it is one of this.
 
     Raises:
@@ -283,7 +284,7 @@ def _claim(folder: Path, setting: Setting, episodes: Sequence[Episode]) -> None:
     """
     now = _config(setting, episodes)
     path = folder / _CONFIG
-    begun = any(folder.glob("curves/*.parquet")) or any(folder.glob("rows/*.parquet"))
+    begun = any(any(folder.glob(f"{one}/*.parquet")) for one in ("curves", "rows", "tiers"))
     if not path.exists() or not begun:
         write_json(path, now)
         return

@@ -23,9 +23,12 @@ from memdecay.policy import Policy, policy_config
 from memdecay.policy.full import Full
 from memdecay.prompt import Conversation, Message
 from memdecay.regions import Profile
+from memdecay.tiers import Tiers
 
 _RESULTS = ("tool_out", "retrieval")
 """Regions that a message may name to be a tool's output, whatever its role."""
+WITH_TIERS = "-tiers"
+"""What the name of a policy ends with where its session has tiers."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,41 @@ class TraceRun:
 
 
 @dataclass(frozen=True)
+class TieredPolicy:
+    """A policy of which what it evicts can come back.
+
+    Args:
+        policy: that evicts the same tokens from all heads.
+        tiers: arguments of `Tiers`.
+
+    Raises:
+        StudyError: the policy cannot have tiers.
+    """
+
+    policy: Policy
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a policy that never evicts, or evicts by head."""
+        if not self.policy.bounded or self.policy.per_head:
+            why = "never evicts" if not self.policy.bounded else "evicts other tokens in every head"
+            raise StudyError(
+                f"policy is {self.name!r}, but {self.policy.name} {why}; tiers need a policy that "
+                f"evicts the same tokens from all heads."
+            )
+
+    @property
+    def name(self) -> str:
+        """What rows call it."""
+        return f"{self.policy.name}{WITH_TIERS}"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it evicts."""
+        return True
+
+
+@dataclass(frozen=True)
 class TraceTask:
     """A piece of work that needs the model; it knows all that a worker elsewhere needs.
 
@@ -89,7 +127,7 @@ class TraceTask:
     kind: str
     run: TraceRun
     script: Script
-    policy: Policy = field(default_factory=Full)
+    policy: Policy | TieredPolicy = field(default_factory=Full)
     share: float = 1.0
     tokens: int = 0
     provenance: Mapping[str, str] = field(default_factory=dict)
@@ -191,8 +229,11 @@ def stage_ends(tokenizer: PreTrainedTokenizerBase, task: TraceTask) -> list[int]
     return ends
 
 
-def config_of(policy: Policy) -> str:
+def config_of(policy: Policy | TieredPolicy) -> str:
     """Return a policy's name and parameters as JSON."""
+    if isinstance(policy, TieredPolicy):
+        about = {**policy_config(policy.policy), "name": policy.name, "tiers": dict(policy.tiers)}
+        return json.dumps(about, sort_keys=True)
     return json.dumps(policy_config(policy), sort_keys=True)
 
 
@@ -231,7 +272,12 @@ def _read(
     Raises:
         BudgetError: the budget cannot hold the pins.
     """
-    script, policy = task.script, policy or task.policy
+    script, tiers = task.script, None
+    decides = policy or task.policy
+    if isinstance(decides, TieredPolicy):
+        chosen, tiers = decides.policy, Tiers(**decides.tiers)
+    else:
+        chosen = decides
     profile = task.run.profile
     if not profile.evidence_given:
         profile = profile.with_evidence({})
@@ -239,10 +285,11 @@ def _read(
         model,
         tokenizer,
         budget=budget,
-        policy=policy,
+        policy=chosen,
         profile=profile,
         retrievers=script.retrievers,
         tools=list(script.tools) or None,
+        tiers=tiers,
     )
     scores = []
     idle_s, began = 0.0, time.perf_counter()
@@ -256,7 +303,7 @@ def _read(
         hook = model.register_forward_hook(ran, with_kwargs=True)
         try:
             for stage in script.stages:
-                if "replay" in policy.needs and any(map(_is_result, stage)):
+                if "replay" in chosen.needs and any(map(_is_result, stage)):
                     idle_s += _idle(session)
                 result = session.append(stage, score=True, score_chunk=task.run.score_chunk)
                 if result.scores is not None:

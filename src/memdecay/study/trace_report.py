@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from memdecay.errors import StudyError
 from memdecay.study.document import Cell, Section, Table, interval, listed, markdown, number, plural
 from memdecay.study.statistics import intervals
+from memdecay.study.trace_play import WITH_TIERS
 from memdecay.study.traces import TRACE_SCHEMA
 
 FIELDS = (
@@ -121,6 +122,49 @@ def cells(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return found
 
 
+def rises(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return what tiers leave of the rise in NLL, one object a policy with tiers and budget.
+
+    Args:
+        rows: what `gather` returns.
+
+    Returns:
+        Objects with policy (that with tiers), budget, n (traces of both, `refused` ones left out),
+        delta_nll, delta_nll_without (means over them, nats per token), and share: the former over
+        the latter, with its 95% interval over traces, `low` to `high`. What is not known is None.
+    """
+    done = rows[rows["refused"] == ""]
+    found = []
+    for (policy, config, budget), group in done.groupby(_CELL, sort=False):
+        about = json.loads(config)
+        if about.pop("tiers", None) is None:
+            continue
+        about["name"] = str(about["name"]).removesuffix(WITH_TIERS)
+        same = done["policy_config"] == json.dumps(about, sort_keys=True)
+        plain = done[same & (done["budget"] == budget)]
+        pairs = group.merge(plain, on="trace", suffixes=("", "_without"), validate="one_to_one")
+        ours, theirs = (
+            pairs[name].to_numpy(dtype=float) for name in ("delta_nll", "delta_nll_without")
+        )
+        share = low = high = float("nan")
+        # Of what did not rise there is no share.
+        if len(pairs) and theirs.mean() > 0:
+            share = float(ours.sum() / theirs.sum())
+        if len(pairs) > 1 and bool((theirs > 0).all()):
+            # Sums over counts, so that resampling traces resamples both rises together.
+            low, high = (float(end[0]) for end in intervals(ours[None], theirs[None]))
+        line = {
+            "policy": policy,
+            "budget": float(budget),
+            "n": len(pairs),
+            "delta_nll": float(ours.mean()) if len(pairs) else float("nan"),
+            "delta_nll_without": float(theirs.mean()) if len(pairs) else float("nan"),
+            **{"share": share, "low": low, "high": high},
+        }
+        found.append({name: _plain(value) for name, value in line.items()})
+    return found
+
+
 def cells_json(rows: pd.DataFrame) -> str:
     """Return `cells` as a JSON list with one object a line, so that a diff shows what moved."""
     lines = [json.dumps(cell, allow_nan=False) for cell in cells(rows)]
@@ -162,6 +206,9 @@ def document(name: str, rows: pd.DataFrame) -> str:
     bounded = [cell for cell in found if cell["peak_share"] is not None]
     budgets = list(dict.fromkeys(cell["budget"] for cell in bounded))
     sections = [Section("What evicting cost", (opening, how, _costs(found)))]
+    left = rises(rows)
+    if left:
+        sections.append(Section("What tiers leave of it", (left_of_rises(left),)))
     pairs = [_pairs([one for one in bounded if one["budget"] == share]) for share in budgets]
     if any(len(table.rows) > 1 for table in pairs):
         sections.append(Section("Policy against policy", [t for t in pairs if len(t.rows) > 1]))
@@ -202,6 +249,28 @@ def _costs(found: Sequence[dict[str, Any]]) -> Table:
         )
     columns = ("policy", "#budget", "#traces", "#NLL", "#Δ NLL [95%]", "#same top token, % [95%]")
     return Table("Cost by policy and budget", (*columns, *(["#idle, s"] if idle else [])), lines)
+
+
+def left_of_rises(found: Sequence[dict[str, Any]]) -> Table:
+    """Return what `rises` found as a table."""
+    lines: list[list[str | Cell]] = []
+    for line in found:
+        deltas = [known(line[f"delta_nll{end}"]) for end in ("", "_without")]
+        share = [100 * known(line[name]) for name in ("share", "low", "high")]
+        lines.append(
+            [
+                f"`{line['policy']}`",
+                f"{line['budget']:.0%}",
+                str(line["n"]),
+                *(number(value, 3, signed=True) for value in deltas),
+                interval(share[0], share[1], share[2], 1),
+            ]
+        )
+    return Table(
+        "The rise in NLL with tiers, as a share of that of the same policy and budget without",
+        ("policy", "#budget", "#traces", "#Δ NLL", "#without", "#share, % [95%]"),
+        lines,
+    )
 
 
 def _pairs(found: Sequence[dict[str, Any]]) -> Table:

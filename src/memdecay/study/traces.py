@@ -12,11 +12,12 @@ import pyarrow as pa
 
 from memdecay.calibration.player import Script
 from memdecay.errors import StudyError
+from memdecay.evidence import SETS
 from memdecay.policy import Policy
 from memdecay.policy.full import Full
 from memdecay.study.rows import made_by, rows_of, write_rows
 from memdecay.study.run import Advance, Workers, write_json
-from memdecay.study.trace_play import TraceRun, TraceTask, config_of, digest
+from memdecay.study.trace_play import TieredPolicy, TraceRun, TraceTask, config_of, digest
 
 CONFIG = "traces.json"
 
@@ -58,7 +59,7 @@ TRACE_SCHEMA = pa.schema(
 def run_traces(
     run: TraceRun,
     scripts: Sequence[Script],
-    policies: Sequence[Policy],
+    policies: Sequence[Policy | TieredPolicy],
     budgets: Sequence[float],
     folder: Path,
     workers: Workers,
@@ -74,7 +75,8 @@ def run_traces(
     Args:
         run: what all rows have in common.
         scripts: the traces, a turn a stage; their names must differ.
-        policies: what decides; one that never evicts is run once, without a budget.
+        policies: what decides; one that never evicts is run once, without a budget. One with tiers
+            needs a profile with heads.
         budgets: shares of a trace's tokens, above 0 and up to 1.
         folder: of the run.
         workers: who does it.
@@ -84,7 +86,7 @@ def run_traces(
     Raises:
         StudyError: an argument is not usable, or the folder holds a run of something else.
     """
-    _check(scripts, policies, budgets)
+    _check(run, scripts, policies, budgets)
     about = _claim(folder, run)
     sizes: dict[str, dict[str, Any]] = about["traces"]
     unknown = []
@@ -137,7 +139,12 @@ def _rows(folder: Path, name: str) -> Path:
     return folder / "rows" / f"{name}.parquet"
 
 
-def _check(scripts: Sequence[Script], policies: Sequence[Policy], budgets: Sequence[float]) -> None:
+def _check(
+    run: TraceRun,
+    scripts: Sequence[Script],
+    policies: Sequence[Policy | TieredPolicy],
+    budgets: Sequence[float],
+) -> None:
     names = [script.name for script in scripts]
     for what, given in (("traces", names), ("policies", policies), ("budgets", budgets)):
         if not given:
@@ -151,6 +158,12 @@ def _check(scripts: Sequence[Script], policies: Sequence[Policy], budgets: Seque
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         if not number or not 0 < share <= 1:
             raise StudyError(f"budget is {share!r}, but it must be a share above 0 and up to 1.")
+    tiered = [one.name for one in policies if isinstance(one, TieredPolicy)]
+    if tiered and not any(run.profile.evidence.get(name) for name in SETS):
+        raise StudyError(
+            f"policy is {tiered[0]!r}, but the profile has no evidence heads, by which tiers find "
+            f"pages; give one with them, as memdecay calibrate writes it."
+        )
 
 
 def _claim(folder: Path, run: TraceRun) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from memdecay.study.episode_rows import episode_rows, exported, straddle_share
 from memdecay.study.recording import record, regions_of, script_of
 from memdecay.study.run import Advance, AnyWork, Task, Work
 from memdecay.study.scenario import load_episodes
+from memdecay.study.tier_play import TierTask, do_tiers
 from memdecay.study.trace_play import TraceTask, do_trace
 from memdecay.study.watching import to_bytes, watch
 
@@ -39,11 +40,15 @@ def do(task: Work, advance: Callable[[float], None] = lambda share: None) -> Any
         "measure": the bytes of a file of curves; "watch": the bytes of what every head said;
         "ask": rows; "export": what peers need;
         "straddle": the mean share of pages that straddle regions; "overhead": what
-        `measure_overhead` says. For a `TraceTask` what `do_trace` returns.
+        `measure_overhead` says. For a `TraceTask` what `do_trace` returns, for a `TierTask`
+        what `do_tiers` does.
     """
     if isinstance(task, TraceTask):
         model, tokenizer = _model(task.run.model, task.run.dtype)
         return do_trace(model, tokenizer, task, advance)
+    if isinstance(task, TierTask):
+        model, tokenizer = _model(task.setting.model, task.setting.dtype)
+        return do_tiers(model, tokenizer, task, advance)
     assert isinstance(task, Task)
     setting, episode = task.setting, task.episode
     model, tokenizer = _model(setting.model, setting.dtype)

@@ -71,6 +71,8 @@ class Outside:
         moved_down: pages that came here from the cache, or parts of pages, however often.
         came_back: pages that went back, likewise.
         lost: pages that could not be kept.
+        order: orders pages in place of the heads, if it is set: called with the queries and the
+            numbers of the pages outside, it returns them best first.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Outside:
         self._there: dict[int, int] = {}  # of each page, a bit for each token that is outside
         self._summaries: Summaries | None = None
         self.moved_down = self.came_back = self.lost = 0
+        self.order: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None
         self._attach()
 
     def clear(self) -> None:
@@ -174,6 +177,8 @@ class Outside:
         _check_integer("count", count, 0)
         if self._summaries is None or not count:
             return []
+        if self.order is not None:
+            return list(self.order(queries, [*self.pages]))[:count]
         order = rank(queries, self._summaries).argsort(descending=True, stable=True)
         pages = self._summaries.pages
         return [pages[number] for number in order[:count].tolist()]
