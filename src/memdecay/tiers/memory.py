@@ -105,7 +105,7 @@ class TieredMemory:
         """
         cache = self.cache
         full = cache.budget is not None and cache.kept() + count > cache.budget
-        return bool(cache.seen and (self.outside.tokens or full) and self._most())
+        return bool(cache.seen and (self.outside.tokens or full) and self._left())
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back; see `Outside.look`."""
@@ -125,8 +125,8 @@ class TieredMemory:
             self.outside.send(self._stay)
         left = self._left()
         room = min(room + self.every, left // 2)
-        # A quarter stays what the policy keeps, however long the turn is.
-        most = max(0, left - room - left // 4)
+        # A quarter of the rest stays what the policy keeps.
+        most = (left - room) * 3 // 4
         size = self.outside.page_size
         # Of some pages there is little outside.
         pages = 2 * -(-most // size) if self.pages is None else self.pages
@@ -147,21 +147,21 @@ class TieredMemory:
         room = cache.back_room()
         return left if room is None else min(left, room)
 
-    def _most(self) -> int:
-        """Return how many pages a turn may bring back."""
-        return self._left() // 2 // self.outside.page_size if self.pages is None else self.pages
-
     # Decode steps
 
     def _step(self, count: int) -> None:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
             if self._asked and self.outside.tokens:
-                few = min(FEW, max(1, self._most() // 4))
+                few = FEW if self.pages is None else min(FEW, self.pages)
                 wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
                 room = min(max(count, self.every), self._left() // 2)
                 back = self.outside.recall(
-                    wanted, room=room, margin=self._margin, staying=self._stay
+                    wanted,
+                    room=room,
+                    margin=self._margin,
+                    most=self._left() // 4,
+                    staying=self._stay,
                 )
                 self._tell(RESIDENT, back)
             self.begin()
