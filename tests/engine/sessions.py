@@ -108,7 +108,8 @@ def content(made: Session) -> dict[str, Tensor]:
     state = snapshot(made.cache)
     for layer, pool in enumerate(made.cache.pools):
         table = made.cache.table_of(layer)
-        state[f"pool{layer}"] = pool.kv[:, :, :, : table.width].clone()
+        for end, tensor in pool.saved(table.width).items():
+            state[f"pool{layer}{end}"] = tensor.clone()
         state[f"index{layer}"] = table.index[:, : table.width].clone()
         state[f"floor{layer}"] = torch.tensor(table.floor)
     return state

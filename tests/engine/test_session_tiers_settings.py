@@ -44,7 +44,12 @@ def test_memory_then_disk_then_nothing(tmp_path: Path) -> None:
     pages = sorted(outside(made).pages)
     levels = outside(made).store
     assert [*levels.disk, *levels.host] == pages, "what went last is in memory"
-    assert report.tokens == {"resident": made.cache.kept(), "host": 24, "disk": 12}
+    assert report.tokens == {
+        "resident": made.cache.kept(),
+        "quantized": 0,
+        "host": 24,
+        "disk": 12,
+    }
     assert report.bytes["disk"] == 12 * report.bytes["host"] // 24 == levels.disk.bytes
     gone = report.lost
     assert gone > 0

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memdecay.engine.attach import AttachedCache, Attachment, attach
 from memdecay.engine.forward import Forward
-from memdecay.engine.graded import BITS
+from memdecay.engine.graded import BITS, GROUP
 from memdecay.engine.interrupts import HeldInterrupts, uninterrupted
 from memdecay.engine.known import with_known
 from memdecay.engine.ledger import Labels, Ledger
@@ -208,7 +208,7 @@ class MemDecayCache(AttachedCache):
         bits: 4 or 8.
         group_size: tokens that go down together, at least: their keys share a scale a channel.
         full_regions: names of regions whose tokens never go down; those that the profile pins if
-            None.
+            None. If there is no room for them at full precision, they are evicted.
 
     Raises:
         BudgetError, PolicyError, ProfileError, ModelError: an argument is not usable.
@@ -253,7 +253,7 @@ class MemDecayCache(AttachedCache):
         surprisal_vocabulary: int | None = 8192,
         full_precision: int | None = None,
         bits: int = 4,
-        group_size: int = 32,
+        group_size: int = GROUP,
         full_regions: Sequence[str] | None = None,
     ) -> None:
         self.layout: Layout = check_supported(model)
@@ -632,6 +632,18 @@ class MemDecayCache(AttachedCache):
         So many can be at full precision beside what must be; None if all are. The budget may allow
         fewer.
         """
+        return None
+
+    def back_room(self) -> int | None:
+        """Return the most tokens that may come back at once, as far as precision limits it."""
+        return None
+
+    def spare_full(self, count: int) -> None:
+        """Make room at full precision for so many more tokens, where not all have it anyway."""
+
+    @property
+    def bits_an_element(self) -> float | None:
+        """Bits that a number takes of what is not at full precision; None if all is."""
         return None
 
     @property

@@ -27,6 +27,8 @@ from memdecay.errors import MemDecayError
 
 BITS = (4, 8)
 """Bits of a code; two codes of 4 share a byte."""
+GROUP = 32
+"""Tokens that go down together, unless asked for other groups."""
 _KEYS, _VALUES = 0, 1
 _ROOM = 64
 _AT_ONCE = 2048

@@ -16,8 +16,8 @@ from memdecay.engine.forward import Forward
 from memdecay.engine.graded import GradedPool, GradedTable, balanced
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Ledger
-from memdecay.engine.moving import Moved, check_back
-from memdecay.engine.replay import ReplayForward
+from memdecay.engine.moving import Moved, check_back, movable
+from memdecay.engine.replay import LEAST, ReplayForward, token_equivalents
 from memdecay.engine.slots import KVPool, Move
 from memdecay.errors import BudgetError, MemDecayError, ModelError
 
@@ -31,7 +31,8 @@ class GradedCache(MemDecayCache):
     that the policy would evict first go down, in groups of `group_size` or a little more; never
     back up. What stays: what pins keep, the pages of `full_regions`, the newest page, and as long
     as there is something else, what the policy protects. A token that was coded before it was
-    pinned stays coded.
+    pinned stays coded. Pages of `full_regions` for which there is no room at full precision leave
+    the cache, even where it has no budget.
 
     What leaves the cache (`take`, `on_forget`, a branch) is what its codes stand for, at full
     precision. If it comes back, it is at full precision until it goes down again; then its new
@@ -48,8 +49,8 @@ class GradedCache(MemDecayCache):
         if window is not None:
             raise ModelError(
                 f"Layer {self.layout.windows.index(window)} of the model has a sliding window of "
-                f"{window} tokens, but full_precision is served only where all layers have full "
-                f"attention."
+                f"{window} tokens, but tokens at fewer bits (full_precision, quantized) are served "
+                f"only where all layers have full attention."
             )
 
     def _clear(self) -> None:
@@ -97,18 +98,32 @@ class GradedCache(MemDecayCache):
         """The most bytes of keys, values, codes and scales ever in use, and one layer's scratch."""
         return max(self._peak_nbytes, self._used_nbytes())
 
-    def _used_nbytes(self) -> int:
-        if not self.pools:
-            return 0
-        table, pool = self.graded, self.graded_pools()[0]  # all layers are alike
+    @property
+    def bits_an_element(self) -> float:
+        """What a number of a coded key or value takes on average, with its part of the scales."""
+        if not self.coded_tokens:
+            return float(self.bits)
+        pool, coded = self.graded_pools()[0], self.coded_tokens  # all layers are alike
+        numbers = pool.kv[:, 0, :, :1].numel() * coded
+        return 8 * self._used_by_codes() / numbers
+
+    def _used_by_codes(self) -> int:
+        """Bytes that the codes of one layer and their scales take, without free slots."""
+        table, pool = self.graded, self.graded_pools()[0]
         used = (
-            pool.kv[:, 0].narrow(2, 0, table.full),
             pool.codes.narrow(2, 0, table.coded),
             pool.value_scales.narrow(2, 0, table.coded),
             pool.key_scales.narrow(2, 0, len(table.sizes)),
         )
+        return sum(part.nbytes for part in used)
+
+    def _used_nbytes(self) -> int:
+        if not self.pools:
+            return 0
+        table, pool = self.graded, self.graded_pools()[0]  # all layers are alike
+        used = pool.kv[:, 0].narrow(2, 0, table.full).nbytes + self._used_by_codes()
         scratch = pool.kv[:, 0, :, :1].nbytes * table.width if table.coded else 0
-        return len(self.pools) * sum(part.nbytes for part in used) + scratch
+        return len(self.pools) * used + scratch
 
     # A forward
 
@@ -169,7 +184,20 @@ class GradedCache(MemDecayCache):
         assert self.full_precision is not None
         if not self.ledgers:
             return self.full_precision
+        return max(0, self.full_precision - sum(self._stuck(self.ledgers[0], leaving=True)))
+
+    def back_room(self) -> int:
+        """Return the most tokens that `put_back` may be given now; see there."""
+        assert self.full_precision is not None
+        if not self.ledgers:
+            return self.full_precision
         return max(0, self.full_precision - sum(self._stuck(self.ledgers[0])))
+
+    @_lasting
+    def spare_full(self, count: int) -> None:
+        """Let tokens go down until so many more fit at full precision, or as many as can."""
+        if self.ledgers:
+            self._lower_excess(min(count, self.back_room()))
 
     def _staying(self, device: torch.device) -> Tensor:
         """Return the regions whose tokens stay at full precision: those pinned too."""
@@ -185,9 +213,16 @@ class GradedCache(MemDecayCache):
         pages[page[stays]] = True
         return pages[page], page == ledger.num_pages - 1
 
-    def _stuck(self, ledger: Ledger) -> tuple[int, int]:
-        """Return how many tokens at full precision must stay so; and those of the newest page."""
-        held, newest = (stays[self.graded.coded :] for stays in self._stays(ledger))
+    def _stuck(self, ledger: Ledger, *, leaving: bool = False) -> tuple[int, int]:
+        """Return how many tokens at full precision must stay so; and those of the newest page.
+
+        Args:
+            ledger: of the sequence.
+            leaving: only those that may not leave the cache either.
+        """
+        stays, newest = self._stays(ledger)
+        held = ledger.held() if leaving else stays
+        held, newest = held[self.graded.coded :], newest[self.graded.coded :]
         return int(held.sum()), int((newest & ~held).sum())
 
     def _check_budget(self, new: list[int]) -> None:
@@ -195,18 +230,40 @@ class GradedCache(MemDecayCache):
         assert self.full_precision is not None
         if self.full_tokens + new[0] <= self.full_precision:
             return
-        held, newest = self._stuck(self.ledgers[0])
+        held, newest = self._stuck(self.ledgers[0], leaving=True)
         room = max(0, self.full_precision - held - newest)
         if new[0] > room:
             raise BudgetError(
                 f"{new[0]} new tokens do not fit full_precision={self.full_precision}, of which "
-                f"pins and full_regions hold {held} and the newest page {newest} more; run at most "
+                f"pins hold {held} and the newest page {newest} more; run at most "
                 f"{room} tokens a forward (prefill_chunk_size in generate) or raise full_precision."
             )
 
     def _make_room(self, new: list[int]) -> None:
         super()._make_room(new)
+        self._forget_full(new[0])
         self._lower_excess(new[0])
+
+    def _forget_full(self, new: int) -> None:
+        """Evict pages that may not go down, if `new` tokens do not fit beside them."""
+        assert self.full_precision is not None
+        ledger = self.ledgers[0]
+        excess = sum(self._stuck(ledger)) + new - self.full_precision
+        if excess <= 0 or self.full_tokens + new <= self.full_precision:
+            return
+        stays, newest = self._stays(ledger)
+        others = ~stays | newest | ledger.held()
+        others[: self.graded.coded] = True
+        excess = min(excess, int((~others).sum()))
+        if not excess:
+            return  # an eviction made a larger page the newest
+        if self.on_forget is not None:
+            movable(self)
+        self._release_queries()
+        page, free = ledger["page_index"], ~others
+        stays = ~torch.isin(page, page[free])
+        gone = ledger.plan_down(excess, excess, self.clock_of(ledger), full=free, stays=stays)
+        self._forget(0, torch.isin(page, page[gone]))
 
     # Going down
 
@@ -252,6 +309,19 @@ class GradedCache(MemDecayCache):
         ledger.move(Move(0, len(order), order=order))
         self.lowered_tokens += len(slots)
 
+    @_lasting
+    def replay_room(self, prompt: int, wanted: int) -> int:
+        """Return how many kept tokens one forward may repeat now, as `MemDecayCache.replay_room`.
+
+        What they take for the time of it must fit at full precision too; others go down for that.
+        """
+        assert self.full_precision is not None
+        count, layers = super().replay_room(prompt, wanted), len(self.layout.windows)
+        if count:
+            self.spare_full(token_equivalents(prompt + min(count, LEAST), layers))
+        free = (self.full_precision - self.full_tokens) * layers
+        return max(0, min(count, free - prompt))
+
     # Out and back
 
     def _copied(self, gone: Tensor) -> Moved:
@@ -285,7 +355,7 @@ class GradedCache(MemDecayCache):
         self._release_queries()
         start = 0
         while start < len(moved):
-            count = min(len(moved) - start, self.full_room())
+            count = min(len(moved) - start, self.back_room())
             self._lower_excess(count)
             part = torch.arange(start, start + count, device=moved.positions.device)
             super().put_back(moved.select(part))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from memdecay.errors import SessionError
+from memdecay.policy import Policy, get_policy
 
 if TYPE_CHECKING:
     from memdecay.engine.cache import MemDecayCache
@@ -78,6 +79,15 @@ class Memory(Protocol):
 class OpensMemory(Protocol):
     """Settings of a memory, such as `memdecay.Tiers`."""
 
+    def cache_settings(
+        self, budget: int | None, policy: Policy, page_size: int | None
+    ) -> Mapping[str, Any]:
+        """Return what the cache of a session of these settings has as its budget and precision.
+
+        Raises:
+            MemDecayError: these settings do not fit the session's.
+        """
+
     def open(self, cache: MemDecayCache) -> Memory:
         """Return the memory of a cache that was just made."""
 
@@ -85,18 +95,30 @@ class OpensMemory(Protocol):
         """Return the settings as plain JSON values."""
 
 
-def open_memory(tiers: object, cache: MemDecayCache) -> Memory | None:
-    """Return the memory of a session, None if it has none.
+def cache_settings(
+    tiers: object, budget: int | None, policy: Policy | str, page_size: int | None
+) -> Mapping[str, Any]:
+    """Return what the cache of a session has as its budget, and as its precision if tiers say so.
 
     Raises:
         SessionError: these are no settings of a memory.
-        MemDecayError: they do not fit the cache.
+        MemDecayError: they do not fit the other settings.
     """
     if tiers is None:
-        return None
+        return {"budget": budget}
     if isinstance(tiers, type) or not isinstance(tiers, OpensMemory):
         raise SessionError(f"tiers is {tiers!r}, but it must be memdecay.Tiers(...) or None.")
-    return tiers.open(cache)
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    return tiers.cache_settings(budget, policy, page_size)
+
+
+def open_memory(tiers: OpensMemory | None, cache: MemDecayCache) -> Memory | None:
+    """Return the memory of a session, None if it has none.
+
+    Raises:
+        MemDecayError: the settings do not fit the cache.
+    """
+    return None if tiers is None else tiers.open(cache)
 
 
 def tiers_from_dict(saved: Mapping[str, Any] | None) -> OpensMemory | None:

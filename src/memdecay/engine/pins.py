@@ -16,6 +16,8 @@ def check_pins(
 ) -> None:
     """Refuse tokens with whose pins the budget of a cache of one row could not be held.
 
+    Where a cache has tokens at fewer bits too, what is pinned must fit at full precision.
+
     A page with a pinned token stays whole, also what will be written to it later: the page that
     is open after these tokens counts as full. And a page must be left to write in.
 
@@ -27,7 +29,8 @@ def check_pins(
     Raises:
         BudgetError: with the budget that would do.
     """
-    if cache.budget is None:
+    budget = cache.budget if cache.full_precision is None else cache.full_precision
+    if budget is None:
         return
     ledger = cache.ledgers[0] if cache.ledgers else cache.new_ledger()
     ids = [cache.profile.id(name) for name in regions]
@@ -42,9 +45,11 @@ def check_pins(
     else:
         number = held = int(ledger.held().sum())
     need = held + cache.page_size
-    if number and need > cache.budget:
+    if cache.full_precision is not None:
+        need += cache.page_size  # the newest stays too, when the next is begun
+    if number and need > budget:
         raise BudgetError(
-            f"budget is {cache.budget} tokens, but {number} tokens are pinned ({held} with the "
+            f"budget is {budget} tokens, but {number} tokens are pinned ({held} with the "
             f"pages they share), which needs a budget of at least {need}."
         )
 

@@ -90,11 +90,13 @@ class TierReport:
     """What is where of a session with tiers, and what moved.
 
     Args:
-        tokens: "resident", "host" and "disk" -> tokens there.
-        bytes: the same -> bytes: resident those allocated for keys and values, host and disk those
-            of the pages there; and "summaries", by which pages outside are found. Copies of a
-            session share the bytes of pages, and each counts them.
-        moved_down: pages, or parts of them, that went from the budget to a tier or from memory to
+        tokens: "resident" (in the cache at full precision), "quantized" (in it at fewer bits),
+            "host" and "disk" -> tokens there.
+        bytes: the same -> bytes: resident those allocated for keys and values, quantized those
+            for codes and their scales, host and disk those of the pages there; "scratch", in which
+            attention puts the codes of one layer together; and "summaries", by which pages
+            outside are found. Copies of a session share the bytes of pages, and each counts them.
+        moved_down: pages, or parts of them, that went from the cache to a tier or from memory to
             disk, however often.
         came_back: pages that came back into the budget, likewise.
         lost: pages for which no tier had room, or that could not be read or written.
@@ -114,7 +116,8 @@ class Report:
     Args:
         model: name or path of the model.
         policy: name and parameters of the policy.
-        budget_tokens: tokens that may be kept, None for no limit.
+        budget_tokens: tokens that may be kept, None for no limit; with `Tiers(quantized=...)` those
+            at full precision.
         seen_tokens: tokens that the model has read or written.
         kept_tokens: tokens in the cache; where heads keep their own tokens, entries by layers and
             KV heads, rounded up, and so are the other counts of kept tokens.

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 WITH_TIERS = 2
 """The format where something is outside, which what reads only format 1 must not pass over."""
+WITH_CODES = 3
+"""Likewise where tokens are at fewer bits."""
 _JSON, _TENSORS = "session.json", "session-*.safetensors"
 _OUTSIDE = "outside."
 _SETTINGS = (
-    "budget",
     "page_size",
     "align",
     "clock",
@@ -100,7 +101,7 @@ def _write(folder: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -
     try:
         safetensors.torch.save_file(dict(tensors), made[0])
         document = {
-            "format": FORMAT if state["tiers"] is None else WITH_TIERS,
+            "format": _format(state),
             "tensors": {"file": name, "sha256": _sha256(made[0])},
             "sha256": _digest(state),
             "session": state,
@@ -116,6 +117,13 @@ def _write(folder: Path, state: dict[str, Any], tensors: Mapping[str, Tensor]) -
         if old.name != name:
             with contextlib.suppress(OSError):
                 old.unlink()
+
+
+def _format(state: Mapping[str, Any]) -> int:
+    tiers = state["tiers"]
+    if tiers is None:
+        return FORMAT
+    return WITH_TIERS if tiers.get("quantized", 0) == 0 else WITH_CODES
 
 
 def load_session(
@@ -136,10 +144,10 @@ def load_session(
         document = json.loads((source / _JSON).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or "format" not in document:
             raise SessionError(f"{str(source / _JSON)!r} is not a saved session.")
-        if document["format"] not in (FORMAT, WITH_TIERS):
+        if document["format"] not in (FORMAT, WITH_TIERS, WITH_CODES):
             raise SessionError(
                 f"The session in {str(source)!r} has format {document['format']!r}, but this "
-                f"memdecay reads formats {FORMAT} and {WITH_TIERS}."
+                f"memdecay reads formats {FORMAT} to {WITH_CODES}."
             )
         state, file = document["session"], document["tensors"]["file"]
         if document["sha256"] != _digest(state):
@@ -273,7 +281,10 @@ def _session_state(session: Session) -> tuple[dict[str, Any], dict[str, Tensor]]
         "tokenizer": tokenizer_digest(session.tokenizer),
         "policy": policy_config(cache.policy),
         "profile": cache.profile.to_dict(),
-        "settings": {name: getattr(cache, name) for name in _SETTINGS},
+        "settings": {
+            "budget": session.budget,
+            **{name: getattr(cache, name) for name in _SETTINGS},
+        },
         "prefill_chunk": session.prefill_chunk,
         "counters": {name: getattr(cache, name) for name in _COUNTERS},
         "last_count": cache._last_count,

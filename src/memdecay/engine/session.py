@@ -22,7 +22,7 @@ from transformers import (
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.interrupts import HeldInterrupts
 from memdecay.engine.known import describe
-from memdecay.engine.memory import Memory, OpensMemory, open_memory
+from memdecay.engine.memory import Memory, OpensMemory, cache_settings, open_memory
 from memdecay.engine.pins import check_pins
 from memdecay.engine.replay import repeat_next, repeat_prompts
 from memdecay.engine.report import AppendResult, Generated, Idle, Report, Scores
@@ -81,7 +81,8 @@ class Session:
         record_timeline: record the life of every page, for `timeline`.
         surprisal_vocabulary: for a policy that needs surprisal, see `MemDecayCache`.
         tiers: where what is evicted goes, such as `memdecay.Tiers()`, to come back for messages
-            that ask for it; None to drop it.
+            that ask for it; None to drop it. With `Tiers(quantized=...)` the budget is how many
+            tokens are kept at full precision, and more are kept beside them.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -113,9 +114,10 @@ class Session:
             raise SessionError(f"prefill_chunk is {prefill_chunk}, but it must be at least 1.")
         self.model = model
         self.tokenizer = tokenizer
+        self.budget = budget
         self.cache = MemDecayCache(
             model,
-            budget=budget,
+            **cache_settings(tiers, budget, policy, page_size),
             policy=policy,
             profile=profile,
             page_size=page_size,
@@ -362,7 +364,7 @@ class Session:
         return Report(
             model=str(self.model.config.name_or_path or type(self.model).__name__),
             policy=policy_config(cache.policy),
-            budget_tokens=cache.budget,
+            budget_tokens=self.budget,
             seen_tokens=cache.seen,
             kept_tokens=cache.kept(),
             kept_entries=cache.kept_entries(),
@@ -644,12 +646,15 @@ class Session:
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next."""
         cache = self.cache
-        if cache.budget is None:
+        if self.budget is None:
             return self.prefill_chunk
-        chunk = max(1, min(self.prefill_chunk, cache.budget // 4))
-        if cache.ledgers:
+        chunk = max(1, min(self.prefill_chunk, self.budget // 4))
+        if cache.ledgers and cache.budget is not None:
             held, still_open = cache.ledgers[0].stuck()
             chunk = max(1, min(chunk, cache.budget - held - still_open))
+        room = cache.full_room()
+        if room is not None:
+            chunk = max(1, min(chunk, room))
         beyond = (cache.seen + chunk) % cache.page_size
         return chunk - beyond if chunk > beyond else chunk
 
@@ -884,6 +889,12 @@ class Session:
 
     def _notes(self) -> list[str]:
         notes = [*self.conversation.notes]
+        coded, bits = self.cache.coded_tokens, self.cache.bits_an_element
+        if coded and bits is not None:
+            notes.append(
+                f"{coded} of the {self.cache.kept()} tokens kept are attended to at "
+                f"{self.cache.bits} bits, {bits:.2f} a number with its scales."
+            )
         trained = self.cache.layout.trained_positions
         if trained is not None and self.cache.seen > trained:
             notes.append(

@@ -12,6 +12,7 @@ from torch import Tensor
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.memory import LOST, RESIDENT
 from memdecay.engine.report import TierReport
+from memdecay.tiers.inside import inside
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.recall import Outside
 
@@ -104,7 +105,7 @@ class TieredMemory:
         """
         cache = self.cache
         full = cache.budget is not None and cache.kept() + count > cache.budget
-        return bool(cache.seen and (self.outside.tokens or full) and self._most())
+        return bool(cache.seen and (self.outside.tokens or full) and self._left())
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back; see `Outside.look`."""
@@ -124,8 +125,8 @@ class TieredMemory:
             self.outside.send(self._stay)
         left = self._left()
         room = min(room + self.every, left // 2)
-        # A quarter stays what the policy keeps, however long the turn is.
-        most = max(0, left - room - left // 4)
+        # A quarter of the rest stays what the policy keeps.
+        most = (left - room) * 3 // 4
         size = self.outside.page_size
         # Of some pages there is little outside.
         pages = 2 * -(-most // size) if self.pages is None else self.pages
@@ -136,14 +137,15 @@ class TieredMemory:
         self._tell(RESIDENT, self._stay)
 
     def _left(self) -> int:
-        """Return what pins and the page being filled leave of the budget, in tokens."""
+        """Return what pins and the page being filled leave of the budget, in tokens.
+
+        Where tokens are at fewer bits too, it is what they leave at full precision.
+        """
         cache = self.cache
         budget = cache.budget if cache.budget is not None else cache.kept() + self.outside.tokens
-        return max(0, budget - sum(cache.ledgers[0].stuck()))
-
-    def _most(self) -> int:
-        """Return how many pages a turn may bring back."""
-        return self._left() // 2 // self.outside.page_size if self.pages is None else self.pages
+        left = max(0, budget - sum(cache.ledgers[0].stuck()))
+        room = cache.back_room()
+        return left if room is None else min(left, room)
 
     # Decode steps
 
@@ -151,11 +153,15 @@ class TieredMemory:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
             if self._asked and self.outside.tokens:
-                few = min(FEW, max(1, self._most() // 4))
+                few = FEW if self.pages is None else min(FEW, self.pages)
                 wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
                 room = min(max(count, self.every), self._left() // 2)
                 back = self.outside.recall(
-                    wanted, room=room, margin=self._margin, staying=self._stay
+                    wanted,
+                    room=room,
+                    margin=self._margin,
+                    most=self._left() // 4,
+                    staying=self._stay,
                 )
                 self._tell(RESIDENT, back)
             self.begin()
@@ -189,16 +195,13 @@ class TieredMemory:
 
     def report(self) -> TierReport:
         """Return what is where, and what moved."""
-        cache, outside, stores = self.cache, self.outside, self.levels.stores
-        tokens = {name: store.tokens for name, store in stores.items()}
-        size = {name: store.bytes for name, store in stores.items()}
+        outside, stores = self.outside, self.levels.stores
+        tokens, size = inside(self.cache)
         return TierReport(
-            tokens={"resident": cache.kept(), "host": 0, "disk": 0, **tokens},
+            tokens=tokens | {name: store.tokens for name, store in stores.items()},
             bytes={
-                "resident": cache.nbytes,
-                "host": 0,
-                "disk": 0,
                 **size,
+                **{name: store.bytes for name, store in stores.items()},
                 "summaries": outside.summary_bytes,
             },
             moved_down=outside.moved_down + self.levels.moved_down,

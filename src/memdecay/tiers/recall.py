@@ -201,7 +201,8 @@ class Outside:
 
         Args:
             pages: best first; what of them is not outside is passed over.
-            room: tokens of the budget to leave free, for what is read next.
+            room: tokens of the budget to leave free, for what is read next; at full precision too,
+                if all of them can be.
             margin: tokens before and after each page that come with it, as what a page is found by
                 and what it says need not be on one.
             most: at most how many tokens come back.
@@ -217,14 +218,13 @@ class Outside:
         """
         _check_integer("room", room, 0)
         ledger = movable(self.cache)
-        limit = None if self.cache.budget is None else self.cache.budget - room
         # A pin keeps the rest of a page that comes back from going meanwhile.
         free = ledger["position"][~ledger["pinned"]]
         staying = free[:0] if staying is None else staying.to(free.device)
         try:
             wanted = self._windows(pages, margin)
-            wanted = self._fitting(wanted, free, limit, staying, most)
-            return self._bring(wanted, limit)
+            wanted = self._fitting(wanted, free, room, staying, most)
+            return self._bring(wanted, room)
         finally:
             self._pin(free, free[:0])
 
@@ -331,12 +331,11 @@ class Outside:
         self,
         wanted: Tensor,
         free: Tensor,
-        limit: int | None,
+        room: int,
         staying: Tensor,
         most: int | None,
     ) -> Tensor:
         """Return the first of some positions for which there is room, and pin those kept."""
-        ledger = self.cache.ledgers[0]
         outside = self._outside(wanted)
         before = outside.cumsum(0)
         wanted = wanted.to(free.device)
@@ -344,9 +343,7 @@ class Outside:
         def fits(count: int, others: Tensor) -> bool:
             self._pin(free, torch.cat([others, wanted[:count]]))
             new = int(before[count - 1]) if count else 0
-            if most is not None and new > most:
-                return False
-            return limit is None or new + max(sum(ledger.stuck()), 1) <= limit
+            return (most is None or new <= most) and self._fits(new, room)
 
         if not len(wanted):
             return wanted
@@ -357,6 +354,16 @@ class Outside:
         )
         fits(count, staying)
         return wanted[:count].cpu()[outside[:count]]
+
+    def _fits(self, count: int, room: int) -> bool:
+        """Say whether so many tokens and `room` fit beside what must stay."""
+        cache, full = self.cache, self.cache.back_room()
+        if cache.budget is not None:
+            stuck = max(sum(cache.ledgers[0].stuck()), 1)
+            if count + stuck + room > cache.budget:
+                return False
+        # What comes back may itself have to stay at full precision, and then a page be filled.
+        return full is None or count + max(room, cache.page_size) < full
 
     def _outside(self, positions: Tensor) -> Tensor:
         """Return `(n,)` bool: whether each of these positions is outside."""
@@ -374,8 +381,8 @@ class Outside:
         ours = torch.isin(position, free)
         ledger["pinned"][ours] = torch.isin(position[ours], positions)
 
-    def _bring(self, positions: Tensor, limit: int | None) -> Tensor:
-        """Put tokens back, within a limit of tokens kept; returns those that were not lost."""
+    def _bring(self, positions: Tensor, room: int) -> Tensor:
+        """Put tokens back with `room` left free; returns those that were not lost."""
         # They leave the store first, where what goes for them may need their room.
         parts = []
         for page in (positions // self.page_size).unique().tolist():
@@ -393,8 +400,10 @@ class Outside:
             self._keep(moved.select(waiting))
             moved = moved.select(~waiting)
         try:
-            if limit is not None and len(moved):
-                self.cache.shrink(limit - len(moved))
+            if len(moved):
+                if self.cache.budget is not None:
+                    self.cache.shrink(self.cache.budget - room - len(moved))
+                self.cache.spare_full(room + len(moved))
             kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
             known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
             self.cache.put_back(moved.select(~known) if bool(known.any()) else moved)

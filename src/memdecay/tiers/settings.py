@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memdecay.engine.cache import MemDecayCache
-from memdecay.errors import MemDecayError
+from memdecay.engine.graded import BITS, GROUP
+from memdecay.engine.memory import Memory
+from memdecay.errors import BudgetError, MemDecayError
+from memdecay.policy import Policy
+from memdecay.tiers.inside import InsideOnly
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.memory import TieredMemory
 from memdecay.tiers.stores import DiskStore, HostStore
@@ -30,6 +34,10 @@ class Tiers:
     for, in exchange for the worst that are kept, before they are read; so do the last steps of an
     answer. A page that came back is to the bit what it was.
 
+    With `quantized` there is a tier between the two: what has no place at full precision is still
+    attended to, at fewer bits. What leaves the cache from there, and comes back, is what its codes
+    stand for; nothing exact is kept beside them.
+
     Args:
         host: how much memory may hold: tokens as an integer, bytes as a text like "512MB" or
             "2GiB", None for any amount, 0 for no such tier.
@@ -47,6 +55,13 @@ class Tiers:
         no_disk: regions of which nothing is written to disk by this; what is evicted of them
             stays in memory or is lost.
         words: find pages also by the rare words that they share with a turn.
+        quantized: how many tokens more than the session's budget are kept, so that the budget is
+            of those at full precision; None for any number, then nothing goes out; 0 for no such
+            tier.
+        bits: 4 or 8, of a number of them.
+        full_regions: regions whose tokens are never at fewer bits, as those that pins keep; if
+            they have no room at full precision, they go out. An answer gets its region when it
+            is written.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -61,14 +76,22 @@ class Tiers:
     looks: int = 2
     no_disk: Collection[str] = ()
     words: bool = True
+    quantized: int | None = 0
+    bits: int = 4
+    full_regions: Collection[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         for name in ("host", "disk"):
             _limits(name, getattr(self, name))
-        if self.host == 0 and self.disk == 0:
+        if self.quantized is not None:
+            _check_integer("quantized", self.quantized, 0, ", or None for any number")
+        if self.bits not in BITS or isinstance(self.bits, bool):
+            raise MemDecayError(f"bits is {self.bits!r}, but it must be 4 or 8.")
+        if self.host == 0 and self.disk == 0 and self.quantized == 0:
             raise MemDecayError(
-                "host and disk are both 0, but at least one of them must hold pages."
+                "host and disk are both 0, but at least one of them must hold pages, unless "
+                "quantized is set."
             )
         if self.disk_folder is not None:
             folder = self.disk_folder
@@ -88,29 +111,79 @@ class Tiers:
             _check_integer("pages", self.pages, 1, ", or None")
         _check_integer("every", self.every, 0)
         _check_integer("looks", self.looks, 1)
-        names = self.no_disk
-        if isinstance(names, str) or not isinstance(names, Collection):
-            raise MemDecayError(f"no_disk is {names!r}, but it must be a list of regions.")
-        if not all(isinstance(name, str) for name in names):
-            raise MemDecayError(f"no_disk is {names!r}, but it must hold only names of regions.")
-        object.__setattr__(self, "no_disk", tuple(names))
+        for name in ("no_disk", "full_regions"):
+            object.__setattr__(self, name, _regions(name, getattr(self, name)))
+        if self.full_regions and self.quantized == 0:
+            raise MemDecayError(
+                f"full_regions is {[*self.full_regions]}, but quantized is 0, so no token is at "
+                f"fewer bits; set quantized to a number of tokens or to None."
+            )
         if not isinstance(self.words, bool):
             raise MemDecayError(f"words is {self.words!r}, but it must be True or False.")
 
-    def open(self, cache: MemDecayCache) -> TieredMemory:
+    def cache_settings(
+        self, budget: int | None, policy: Policy, page_size: int | None
+    ) -> dict[str, Any]:
+        """Return what the cache of a session has as its budget and precision.
+
+        Args:
+            budget: of the session.
+            policy: likewise.
+            page_size: of its cache, what the policy prefers if None.
+
+        Raises:
+            BudgetError: with `quantized`, the session has no budget, or too small a one.
+            MemDecayError: with `quantized`, heads keep their own tokens by the policy.
+        """
+        if self.quantized == 0:
+            return {"budget": budget}
+        if policy.per_head:
+            raise self._by_head(policy)
+        if not policy.bounded:
+            raise BudgetError(
+                f"quantized is {self.quantized}, but policy {policy.name!r} has no order in which "
+                f"tokens could go down; choose one that evicts."
+            )
+        if budget is None:
+            raise BudgetError(
+                f"quantized is {self.quantized}, but budget is None, so all is kept at full "
+                f"precision; give the session a budget."
+            )
+        page_size = policy.page_size if page_size is None else page_size
+        _check_integer("budget", budget, 1)
+        _check_integer("page_size", page_size, 1)
+        if budget < page_size + GROUP:
+            raise BudgetError(
+                f"budget is {budget} tokens at full precision, but with quantized it must be at "
+                f"least {page_size + GROUP}: a page of {page_size}, and the {GROUP} tokens that go "
+                f"down together."
+            )
+        return {
+            "budget": None if self.quantized is None else budget + self.quantized,
+            "full_precision": budget,
+            "bits": self.bits,
+            "group_size": GROUP,
+            "full_regions": self.full_regions,
+        }
+
+    @staticmethod
+    def _by_head(policy: Policy) -> MemDecayError:
+        return MemDecayError(
+            f"policy is {policy.name!r}, by which heads keep their own tokens, but tiers need a "
+            f"policy by which all heads keep the same."
+        )
+
+    def open(self, cache: MemDecayCache) -> Memory:
         """Return the memory of a cache that holds nothing yet.
 
         Raises:
-            MemDecayError: heads of the cache keep their own tokens, it has several sequences or
-                holds tokens, no heads are known by which to find pages, or no file can be made in
-                `disk_folder`.
+            MemDecayError: the cache is not one of `cache_settings`, heads of it keep their own
+                tokens, it has several sequences or holds tokens, no heads are known by which to
+                find pages, or no file can be made in `disk_folder`.
             ProfileError: a region of `no_disk` is unknown.
         """
         if cache.by_head:
-            raise MemDecayError(
-                f"policy is {cache.policy.name!r}, by which heads keep their own tokens, but tiers "
-                f"need a policy by which all heads keep the same."
-            )
+            raise self._by_head(cache.policy)
         if cache.rows > 1:
             raise MemDecayError(
                 f"The cache holds {cache.rows} sequences, but tiers are for a cache of one."
@@ -119,13 +192,20 @@ class Tiers:
             raise MemDecayError(
                 f"The cache has seen {cache.seen} tokens, but tiers are for a cache that is new."
             )
+        if (cache.full_precision is None) != (self.quantized == 0):
+            raise MemDecayError(
+                f"quantized is {self.quantized}, but the cache has full_precision="
+                f"{cache.full_precision}; make it with `cache_settings`, or use a Session."
+            )
+        not_on_disk = [cache.profile.id(name) for name in self.no_disk]
+        if self.host == 0 and self.disk == 0:
+            return InsideOnly(cache)
         heads = cache.recall_heads
         if not heads:
             raise MemDecayError(
                 "tiers find pages by evidence heads, but none are known for this model; give a "
                 "profile with them, as memdecay calibrate writes it."
             )
-        not_on_disk = [cache.profile.id(name) for name in self.no_disk]
         host, disk = _limits("host", self.host), _limits("disk", self.disk)
         levels = Levels(
             None if self.host == 0 else HostStore(**host),
@@ -144,7 +224,8 @@ class Tiers:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
-        return {**dataclasses.asdict(self), "no_disk": [*self.no_disk]}
+        regions = {"no_disk": [*self.no_disk], "full_regions": [*self.full_regions]}
+        return {**dataclasses.asdict(self), **regions}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Tiers:
@@ -172,6 +253,19 @@ def _limits(name: str, value: object) -> dict[str, int | None]:
         f"{name} is {value!r}, but it must be a number of tokens of at least 0, a size such as "
         f"'512MB' or '2GiB', or None for no limit."
     )
+
+
+def _regions(name: str, value: object) -> tuple[str, ...]:
+    """Return names of regions.
+
+    Raises:
+        MemDecayError: the value is something else.
+    """
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise MemDecayError(f"{name} is {value!r}, but it must be a list of regions.")
+    if not all(isinstance(one, str) for one in value):
+        raise MemDecayError(f"{name} is {value!r}, but it must hold only names of regions.")
+    return tuple(value)
 
 
 def _check_integer(name: str, value: object, minimum: int, other: str = "") -> None:
