@@ -241,7 +241,9 @@ class TestAQuestion:
 
         exchange = TieredMemory.exchange
         monkeypatch.setattr(
-            TieredMemory, "exchange", lambda self, queries, *, room: exchange(self, queries, room=0)
+            TieredMemory,
+            "exchange",
+            lambda self, queries, **told: exchange(self, queries, **{**told, "room": 0}),
         )
         monkeypatch.setattr(answers, "MAX_NEW_TOKENS", 40)
         with self.session(recording) as session:
