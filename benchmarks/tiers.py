@@ -1,35 +1,41 @@
 """Measure what pages outside cost: ranking them, moving them, their bytes. Prints a table.
 
-    python benchmarks/tiers.py [--quick] [--graded]
+    python benchmarks/tiers.py [--quick] [--graded] [--json FILE]
 
 Times are of one thread on the CPU, not of the clock, so a busy machine disturbs them less. Takes a
 minute; --quick takes 20 seconds and is noisier. --graded measures instead what tokens at fewer bits
-inside the cache cost: their bytes, and a decode step over them.
+inside the cache cost: their bytes, and a decode step over them. --json writes the rows to a file
+too, for `memdecay study tiers-report --costs`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from engine import SHAPES
+from engine import KNOWN, SHAPES
 from memdecay.engine import MemDecayCache
 from memdecay.engine.known import known_models
 from memdecay.engine.moving import Moved
+from memdecay.regions import Profile
 from memdecay.tiers import (
     DiskStore,
     HostStore,
     Store,
     Summaries,
+    Tiers,
     Words,
     nbytes,
     quantize,
@@ -41,6 +47,7 @@ OUTSIDE, PAGE = 100_000, 16
 HEAD_DIM = {"smollm2-135m": 64, "qwen2.5-coder-0.5b": 64, "qwen2.5-coder-1.5b": 128}
 QUERIES = (1, 8, 16, 32, 64)
 CHUNK = 64
+RESIDENT, FAR = 4096, 16_384
 SAVED = ("", ".sizes")
 """What is saved of a pool that is not of its codes."""
 
@@ -153,7 +160,7 @@ def fill(cache: MemDecayCache, count: int) -> None:
     config = cache.attachment.decoder.config
     head_dim = config.hidden_size // config.num_attention_heads
     shape = (2, 1, config.num_key_value_heads, CHUNK, head_dim)
-    keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    keys, values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(config.dtype)
     cache.prefilling = True
     while cache.seen < count:
         forward = cache.begin(1, CHUNK, None)
@@ -204,10 +211,86 @@ def graded(name: str, rounds: int) -> list[Row]:
     return rows
 
 
+@torch.no_grad()
+def steps(name: str, rounds: int) -> list[Row]:
+    """Return what tiers cost while an answer is written, in float32.
+
+    Two caches of one budget take turns, so that whatever else the machine does meets both: each
+    writes as many tokens as there are from one exchange to the next. What they score by is left
+    out: a policy that observes nothing makes the rest of a step weigh most.
+    """
+    model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.float32).eval()
+    known = next(one for one in known_models() if one.name == KNOWN[name])
+    profile = Profile.default().with_evidence(known.evidence)
+    caches = {}
+    for what in ("without", "tiers"):
+        caches[what] = MemDecayCache(model, budget=RESIDENT, policy="streaming", profile=profile)
+    memory = Tiers().open(caches["tiers"])
+    for cache in caches.values():
+        fill(cache, RESIDENT + FAR)
+
+    def answer(cache: MemDecayCache) -> None:
+        for _ in range(memory.every):
+            model(input_ids=torch.tensor([[5]]), cache=cache)
+
+    times: dict[str, list[float]] = {what: [] for what in caches}
+    for _ in range(rounds + 1):
+        for what, cache in caches.items():
+            times[what].append(cpu_once(functools.partial(answer, cache)))
+    came_back = memory.outside.came_back
+    if not came_back or memory.outside.tokens < FAR:
+        raise RuntimeError("no exchange took place, so nothing was measured")
+    plain, tiered = (statistics.median(times[what][1:]) for what in caches)
+    step = (
+        f"a decode step, an exchange every {memory.every}, {FAR:,} tokens outside, of one without"
+    )
+    rows = [
+        Row("a decode step without tiers", name, plain / memory.every, "ms"),
+        Row(step, name, tiered / plain, "times", 1.05),
+    ]
+    memory.close()
+    return rows
+
+
+@torch.no_grad()
+def back(name: str, rounds: int) -> list[Row]:
+    """Return what it costs to bring pages back into a cache, in bfloat16."""
+    model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16).eval()
+    known = next(one for one in known_models() if one.name == KNOWN[name])
+    profile = Profile.default().with_evidence(known.evidence)
+    cache = MemDecayCache(model, budget=RESIDENT, policy="streaming", profile=profile)
+    memory = Tiers().open(cache)
+    outside = memory.outside
+    fill(cache, RESIDENT + FAR)
+    order = torch.Generator().manual_seed(0)
+
+    def some() -> list[int]:
+        pages = [page for page, count in outside.pages.items() if count == PAGE]
+        return [pages[n] for n in torch.randperm(len(pages), generator=order)[:32].tolist()]
+
+    free, exchanged = [], []
+    cache.budget += 33 * PAGE
+    for _ in range(rounds + 1):
+        pages = some()
+        free.append(cpu_once(functools.partial(outside.recall, pages)))
+        outside.send(torch.cat([torch.arange(PAGE) + PAGE * page for page in pages]))
+    cache.budget -= 33 * PAGE
+    for _ in range(rounds + 1):
+        exchanged.append(cpu_once(functools.partial(outside.recall, some())))
+    memory.close()
+    limit = 15 if KNOWN[name].startswith("smollm2") else None
+    took, whole = (statistics.median(times[1:]) for times in (free, exchanged))
+    return [
+        Row("32 pages back into the cache, where there is room", name, took, "ms", limit),
+        Row("32 pages back into the cache, and the 32 worst out", name, whole, "ms"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--graded", action="store_true", help="tokens at fewer bits in the cache")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
     rounds = 3 if arguments.quick else 15
     torch.set_num_threads(1)
@@ -216,11 +299,15 @@ def main() -> None:
         rows = [row for name in SHAPES for row in graded(name, rounds)]
     else:
         rows = [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]
+        rows += [one for name in SHAPES for one in (*steps(name, rounds), *back(name, rounds))]
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
-        digits = 2 if row.unit in ("times", "bits") else 1
+        digits = {"times": 3, "bits": 2}.get(row.unit, 1)
         table.add_row(row.what, row.model, f"{row.value:.{digits}f} {row.unit}", limit)
     Console().print(table)
+    if arguments.json is not None:
+        text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from memdecay.engine import MemDecayCache, Session
 from memdecay.errors import BudgetError
 from memdecay.regions import Profile
 from memdecay.study import answers
-from memdecay.study.keeping import budget_tokens, digest
+from memdecay.study.keeping import budget_tokens, digest, unpinned
 from memdecay.study.recording import Probe, Recording, question_mass, record
 from memdecay.study.scenario import Episode, find_gold
 from memdecay.study.settings import Setting
@@ -52,6 +52,7 @@ class TierCondition:
             "oracle" by what the question and its right answer attend to on the full cache. While
             the episode is read it is the heads for all of them.
         seed: of a random choice.
+        pins: whether regions that the profile pins stay as they are.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TierCondition:
     tiers: Mapping[str, Any] | None = None
     choice: str = HEADS
     seed: int = 0
+    pins: bool = True
 
     def to_json(self) -> str:
         """Return all that decides, as JSON."""
@@ -70,7 +72,7 @@ class TierCondition:
     @property
     def reading(self) -> str:
         """What is equal for conditions that read an episode in one session."""
-        return json.dumps([self.policy, self.tiers, self.share], sort_keys=True)
+        return json.dumps([self.policy, self.tiers, self.share, self.pins], sort_keys=True)
 
 
 def graded_tiers() -> bool:
@@ -93,7 +95,9 @@ def tier_conditions(tier: str) -> tuple[TierCondition, ...]:
             for seed in SEEDS
         ]
     if graded_tiers():
-        chosen.append(TierCondition("memdecay-tiers-int4", 0.125, tiers=_GRADED))
+        # An eighth of a short episode cannot hold its pins, so they may go to 4 bits there.
+        pins = tier != "short"
+        chosen.append(TierCondition("memdecay-tiers-int4", 0.125, tiers=_GRADED, pins=pins))
     return tuple(chosen)
 
 
@@ -192,7 +196,7 @@ def read(
         tokenizer,
         budget=budget,
         policy=condition.policy,
-        profile=profile,
+        profile=profile if condition.pins else unpinned(profile),
         tiers=None if condition.tiers is None else Tiers(**condition.tiers),
     )
     try:
@@ -266,15 +270,14 @@ def _kept(cache: MemDecayCache, seq_len: int) -> Tensor:
 def _told(fork: Session, kept: Tensor, seq_len: int) -> dict[str, Any]:
     """Return what the context takes, in tokens and bytes."""
     cache, tiers = fork.cache, fork.report().tiers
-    used = sum(
-        pool.nbytes * len(kept) // cache.table_of(layer).capacity
-        for layer, pool in enumerate(cache.pools)
-    )
+    coded = int((cache.ledgers[0]["position"][: cache.coded_tokens] < seq_len).sum())
+    elements = sum(pool.kv.shape[2] * pool.kv.shape[4] for pool in cache.pools) * 2
+    bits = 8.0 * len(kept) * cache.pools[0].kv.element_size()
+    bits += coded * (cache.bits_an_element or 0)
     below = {} if tiers is None else {name: tiers.bytes[name] for name in ("host", "disk")}
     return {
-        # Where tokens are at two precisions, the pools are counted as they are.
-        "resident_bytes": cache.nbytes if cache.full_precision is not None else used,
-        "coded_tokens": cache.coded_tokens,
+        "resident_bytes": round(elements * bits / 8),
+        "coded_tokens": coded,
         "outside_bytes": sum(below.values()),
         "summary_bytes": 0 if tiers is None else tiers.bytes["summaries"],
         "outside_tokens": 0 if tiers is None else tiers.tokens["host"] + tiers.tokens["disk"],

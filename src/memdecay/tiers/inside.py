@@ -32,7 +32,7 @@ class InsideOnly:
     """The memory of a session in whose cache tokens lose precision, and what leaves it is lost."""
 
     looks = 0
-    notes = ()
+    notes: Sequence[str] = ()
 
     def __init__(self, cache: MemDecayCache) -> None:
         self.cache = cache

@@ -67,7 +67,7 @@ class TieredMemory:
         self.levels = levels
         self.outside = Outside(cache, levels, page_size=page_size, heads=heads, words=words)
         self.pages, self.every, self.looks = pages, every, looks if heads else 0
-        self.notes = () if heads else (_WORDS_ALONE,)
+        self.notes: Sequence[str] = () if heads else (_WORDS_ALONE,)
         self._margin = (page_size // 4, 3 * page_size // 4)
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
         self._stay = _NOTHING  # positions that the last turn brought back
@@ -125,7 +125,7 @@ class TieredMemory:
         """
         cache = self.cache
         full = cache.budget is not None and cache.kept() + count > cache.budget
-        return bool(cache.seen and (self.outside.tokens or full) and self._most())
+        return bool(cache.seen and (self.outside.tokens or full) and self._left())
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back; see `Outside.look`."""
@@ -148,8 +148,8 @@ class TieredMemory:
             self.outside.send(self._stay)
         left = self._left()
         room = min(room + self.every, left // 2)
-        # A quarter stays what the policy keeps, however long the turn is.
-        most = max(0, left - room - left // 4)
+        # A quarter of the rest stays what the policy keeps.
+        most = (left - room) * 3 // 4
         size = self.outside.page_size
         # Of some pages there is little outside.
         pages = 2 * -(-most // size) if self.pages is None else self.pages
@@ -173,23 +173,23 @@ class TieredMemory:
         room = cache.back_room()
         return left if room is None else min(left, room)
 
-    def _most(self) -> int:
-        """Return how many pages a turn may bring back."""
-        return self._left() // 2 // self.outside.page_size if self.pages is None else self.pages
-
     # Decode steps
 
     def _step(self, count: int) -> None:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
             if (self._asked or not self.outside.heads) and self.outside.tokens:
-                few = min(FEW, max(1, self._most() // 4))
+                few = FEW if self.pages is None else min(FEW, self.pages)
                 asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
                 seen = self.cache.seen
                 wanted = self.outside.best(asked, few, self.ids[seen - self.every : seen])
                 room = min(max(count, self.every), self._left() // 2)
                 back = self.outside.recall(
-                    wanted, room=room, margin=self._margin, staying=self._stay
+                    wanted,
+                    room=room,
+                    margin=self._margin,
+                    most=self._left() // 4,
+                    staying=self._stay,
                 )
                 self._tell(RESIDENT, back)
             self.begin()

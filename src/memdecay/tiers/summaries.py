@@ -194,10 +194,12 @@ def rank(queries: Tensor, summaries: Summaries) -> Tensor:
     found = []
     for runs in summaries._by_length.values():
         products = torch.empty(heads, len(runs), count)
-        for head, kv_head in enumerate(summaries._kv_of):
-            most = _most(asked[head], runs["codes"][kv_head])
-            scale = runs["scale"][kv_head].unsqueeze(-1) * size[head]
-            products[head] = runs.live(most * scale)
+        for kv_head, codes in enumerate(runs["codes"]):
+            mine = [head for head, of in enumerate(summaries._kv_of) if of == kv_head]
+            most = runs.live(_most(asked[mine].flatten(0, 1), codes)).unflatten(1, (-1, count))
+            scale = runs.live(runs["scale"][kv_head]).unsqueeze(-1)
+            for number, head in enumerate(mine):
+                torch.mul(most[:, number], scale * size[head], out=products[head])
         found.append(products)
     products = torch.cat(found, 1).transpose(1, 2)
     return claim(products + always)
