@@ -159,7 +159,7 @@ def test_sessions_that_cannot_have_it_are_refused() -> None:
     with pytest.raises(ProfileError, match="nonsense"):
         graded(tiers={"full_regions": ["nonsense"]})
     with pytest.raises(MemDecayError, match="none are known for this model"):
-        graded(profile=Profile.default())
+        graded(profile=Profile.default(), tiers={"words": False})
     with pytest.raises(
         MemDecayError, match="quantized is 9, but the cache has full_precision=None"
     ):

@@ -89,7 +89,7 @@ def test_a_look_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
         seen.append((before, count, queries.shape))
         return queries
 
-    def exchange(queries: Tensor, *, room: int, again: bool) -> None:
+    def exchange(queries: Tensor, *, ids: list[int], room: int, again: bool) -> None:
         assert again == (len(seen) == 2)
         before = seen[-1][0]
         after = state()
@@ -120,9 +120,9 @@ def test_only_the_end_of_a_long_turn_is_looked_at(monkeypatch: pytest.MonkeyPatc
         looks.append((count, queries.shape[1]))
         return queries
 
-    def exchanged(queries: Tensor, *, room: int, again: bool) -> None:
+    def exchanged(queries: Tensor, *, room: int, **told: Any) -> None:
         looks.append((room, room))
-        exchange(queries, room=room, again=again)
+        exchange(queries, room=room, **told)
 
     monkeypatch.setattr(memory, "look", looked)
     monkeypatch.setattr(memory, "exchange", exchanged)
@@ -141,9 +141,9 @@ def test_a_second_look_ranks_again_all_that_is_outside(monkeypatch: pytest.Monke
     memory: Any = made._memory
     best, ranked = outside(made).best, []
 
-    def noted(queries: Tensor, count: int) -> list[int]:
+    def noted(queries: Tensor, count: int, ids: list[int]) -> list[int]:
         ranked.append({*outside_positions(made)})
-        found: list[int] = best(queries, count)
+        found: list[int] = best(queries, count, ids)
         return found
 
     monkeypatch.setattr(outside(made), "best", noted)
@@ -186,9 +186,9 @@ def test_an_answer_brings_pages_back_every_few_steps(monkeypatch: pytest.MonkeyP
     calls: list[tuple[int, int]] = []
     best = outside(made).best
 
-    def asked(queries: Tensor, count: int) -> list[int]:
+    def asked(queries: Tensor, count: int, ids: list[int]) -> list[int]:
         calls.append((made.cache.seen, queries.shape[1]))
-        found: list[int] = best(queries, count)
+        found: list[int] = best(queries, count, ids)
         return found
 
     monkeypatch.setattr(outside(made), "best", asked)

@@ -130,7 +130,7 @@ def test_what_tiers_do_not_serve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MemDecayError, match="'memdecay-heads', by which heads keep their own"):
         tiered(policy="memdecay-heads")
     with pytest.raises(MemDecayError, match="none are known for this model"):
-        tiered(profile=Profile.default())
+        tiered(profile=Profile.default(), tiers={"words": False})
     with pytest.raises(ProfileError, match="nonsense"):
         tiered(tiers={"no_disk": ["nonsense"]})
     with pytest.raises(MemDecayError, match="no file can be made there"):

@@ -24,12 +24,17 @@ class Memory(Protocol):
     """What a cache has forgotten, and the way back for it.
 
     Attributes:
-        looks: how often a turn is looked at before it is read.
+        looks: how often a turn is looked at before it is read; 0 if its ids say what it asks for.
+        ids: of all tokens of the sequence, that about to be run among them: the session sets it to
+            its own list once, which is changed in place.
+        notes: what the user should know.
         on_move: called with a tier, or "resident" or "lost", and the tokens that went there, each
             run from its first to before its second position. What the cache evicts is not told.
     """
 
     looks: int
+    ids: Sequence[int]
+    notes: Sequence[str]
     on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None
 
     def tier_of(self, position: int) -> str | None:
@@ -44,9 +49,12 @@ class Memory(Protocol):
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back from the cache; returns its queries."""
 
-    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
-        """Bring back what these queries ask for, with room left for so many tokens.
+    def exchange(
+        self, queries: Tensor | None, *, ids: Sequence[int], room: int, again: bool = False
+    ) -> None:
+        """Bring back what a turn asks for, with room left for so many tokens.
 
+        `queries` and `ids` are of what was looked at; there are no queries where `looks` is 0.
         `again` takes the exchange before it back, which let the same turn ask better.
         """
 

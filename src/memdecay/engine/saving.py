@@ -321,6 +321,9 @@ def _restored(
     if "heads" in policy.needs and not profile.evidence_given:
         # Of before the package knew any heads: it was saved without, and goes on without.
         profile = profile.with_evidence({})
+    if (state.get("outside") or {}).get("heads") == [] and not profile.evidence_given:
+        # Likewise: what is outside was found by words, and has no keys by which heads find it.
+        profile = profile.with_evidence({})
     session = Session(
         model,
         tokenizer,
@@ -334,7 +337,7 @@ def _restored(
     _restore_cache(session.cache, state, tensors)
     session._empty = state["empty_conversation"]
     session.conversation = session._conversation(state["conversation"])
-    session._ids = tensors["ids"].tolist()
+    session._ids.extend(tensors["ids"].tolist())
     session._last_logits = tensors.get("last_logits")
     session._seen_by_region = dict(state["seen_by_region"])
     session._next_span = state["next_span"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
@@ -141,7 +142,9 @@ class Session:
         self._clear()
 
     def _clear(self) -> None:
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # of what was run; those about to be are here before they are
+        if self._memory is not None:
+            self._memory.ids = self._ids
         self._seen_by_region = dict.fromkeys(self.cache.profile.names, 0)
         self._next_span = 1
         self._spans_of: dict[int, tuple[int, ...]] = {}
@@ -407,10 +410,11 @@ class Session:
             other = Session.__new__(Session)
             other.__dict__.update(self.__dict__)
             other.cache = self.cache.copy()
+            other._ids = [*self._ids]
             if self._memory is not None:
                 other._memory = self._memory.copy(other.cache)
+                other._memory.ids = other._ids
             other.conversation = self.conversation.copy()
-            other._ids = [*self._ids]
             other._seen_by_region = dict(self._seen_by_region)
             other._spans_of = dict(self._spans_of)
             other._pinned_regions = set(self._pinned_regions)
@@ -551,7 +555,8 @@ class Session:
         """Let what part of the new tokens asks for come back, before it is read.
 
         Its end is read for that and taken back, with what opens the answer to it, as that asks
-        most; and again with what has come back, as then it asks better.
+        most; and again with what has come back, as then it asks better. Where the memory finds
+        things by ids alone, nothing is read for it.
         """
         if not memory.wants(part.stop - part.start):
             return
@@ -571,6 +576,8 @@ class Session:
 
         known, logits = len(self._ids), self._last_logits
         room = part.stop - part.start + len(ids) - (part.stop - begin)
+        if not memory.looks:
+            memory.exchange(None, ids=ids, room=room)
         for number in range(memory.looks):
             mark = self._recorder.mark() if self._recorder is not None else None
             try:
@@ -580,7 +587,7 @@ class Session:
                 self._last_logits = logits
                 if self._recorder is not None and mark is not None:
                     self._recorder.back_to(mark)
-            memory.exchange(queries, room=room, again=number > 0)
+            memory.exchange(queries, ids=ids, room=room, again=number > 0)
 
     def _opening(self, rendered: Rendered, pins: Sequence[bool]) -> Rendered | None:
         """Return what the template opens an answer to new tokens with, if it can and it fits."""
@@ -625,6 +632,7 @@ class Session:
                 rows = scorer.rows(offset, count) if scorer is not None else [count - 1]
                 first = self.cache.seen
                 positions = torch.arange(first, first + count, device=device)
+                self._ids.extend(ids[offset : offset + count])
                 out = self.model(
                     input_ids=torch.tensor([ids[offset : offset + count]], device=device),
                     position_ids=positions[None],
@@ -636,7 +644,6 @@ class Session:
                 self._last_logits = logits[-1].clone()
                 if scorer is not None:
                     scorer.add(logits, [offset + row + 1 for row in rows])
-                self._ids.extend(ids[offset : offset + count])
                 offset += count
                 if self._recorder is not None and self.cache.prefilling:
                     self._recorder.prefilled()
@@ -721,10 +728,10 @@ class Session:
                 spans = [self._next_span + index for index in prompt.span_index]
                 self.cache.label(prompt.regions, spans=spans)
                 self._run(prompt.ids[:-1])
-                ids = [*self._ids, prompt.ids[-1]]
+                self._ids.append(prompt.ids[-1])
             else:
                 self._take_back()
-                ids = [*self._ids]
+            ids = [*self._ids]
             self._last_logits = None
             settings = self._settings(options, stops, cancel)
             inputs = torch.tensor([ids], device=self.model.device)
@@ -756,6 +763,8 @@ class Session:
         settings["eos_token_id"] = ends
         settings.setdefault("pad_token_id", ends[0] if ends else 0)
         criteria = [*(settings.get("stopping_criteria") or ()), cancel]
+        if self._memory is not None:
+            criteria.append(_Written(self))
         settings["stopping_criteria"] = StoppingCriteriaList(criteria)
         if stops:
             settings |= {"stop_strings": [*stops], "tokenizer": self.tokenizer}
@@ -779,6 +788,7 @@ class Session:
 
     def _finish(self, sequence: list[int]) -> None:
         """Run the last tokens that the model wrote but has not read."""
+        self._ids[:] = sequence
         for token in sequence[self.cache.seen :]:
             out = self.model(
                 input_ids=torch.tensor([[token]], device=self.model.device),
@@ -788,7 +798,6 @@ class Session:
                 logits_to_keep=1,
             )
             self._last_logits = out.logits[0, -1].float()
-        self._ids = sequence
 
     def _record(self, prompt: Rendered, written: Sequence[int], start: int) -> Message:
         """Add an answer to the conversation, and say of its tokens what they turned out to be.
@@ -889,6 +898,8 @@ class Session:
 
     def _notes(self) -> list[str]:
         notes = [*self.conversation.notes]
+        if self._memory is not None:
+            notes += self._memory.notes
         coded, bits = self.cache.coded_tokens, self.cache.bits_an_element
         if coded and bits is not None:
             notes.append(
@@ -918,6 +929,20 @@ class _Part:
     start: int
     stop: int
     ahead: int | None
+
+
+class _Written(StoppingCriteria):
+    """Stops nothing: notes the ids of an answer while it is written, before they are run."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """Return for each row whether to stop."""
+        # What was only guessed, and then taken back, is not in the cache any more.
+        seen = self._session.cache.seen
+        self._session._ids[seen:] = input_ids[0, seen:].tolist()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Undo:

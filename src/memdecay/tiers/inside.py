@@ -32,9 +32,11 @@ class InsideOnly:
     """The memory of a session in whose cache tokens lose precision, and what leaves it is lost."""
 
     looks = 0
+    notes: Sequence[str] = ()
 
     def __init__(self, cache: MemDecayCache) -> None:
         self.cache = cache
+        self.ids: Sequence[int] = ()
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
 
     def tier_of(self, position: int) -> str | None:
@@ -51,7 +53,9 @@ class InsideOnly:
         """Run nothing; `wants` never asks for it."""
         return torch.empty(0)
 
-    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
+    def exchange(
+        self, queries: Tensor | None, *, ids: Sequence[int], room: int, again: bool = False
+    ) -> None:
         """Do nothing."""
 
     def mark(self) -> None:

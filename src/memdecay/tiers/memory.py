@@ -17,6 +17,10 @@ from memdecay.tiers.levels import Levels
 from memdecay.tiers.recall import Outside
 
 _NOTHING = torch.zeros(0, dtype=torch.int64)
+_WORDS_ALONE = (
+    "No recall heads are known for this model, so pages are found by shared rare words; memdecay "
+    "calibrate measures heads."
+)
 FEW = 4
 """Pages that an exchange between two decode steps brings back at most."""
 
@@ -27,13 +31,17 @@ class TieredMemory:
     A turn is looked at for its queries, and the pages that they ask for come back before it is
     read. These stay until the next turn while the answer is written, where every few steps the
     queries of the last ones bring back a few more pages. Each exchange leaves room for the steps
-    up to the next one, so that nothing goes in between for which something has just come.
+    up to the next one, so that nothing goes in between for which something has just come. Without
+    heads, the ids of the turn or of the last steps take the place of queries, and no turn is
+    looked at.
 
     Args:
         cache: of one sequence, which holds nothing yet.
         levels: where pages are kept; it must be empty, and nobody else's.
         page_size: tokens a page.
-        heads: (layer, query head) each, by whose keys pages are found.
+        heads: (layer, query head) each, by whose keys pages are found; with none, only `words`
+            find them.
+        words: find pages by the rare words that they share with a turn.
         pages: at most how many pages a turn brings back; None for as many as fill half of what
             pins leave of the budget, and for a long turn less.
         every: decode steps between two exchanges; 0 for none.
@@ -50,14 +58,16 @@ class TieredMemory:
         *,
         page_size: int,
         heads: tuple[tuple[int, int], ...],
+        words: bool = False,
         pages: int | None,
         every: int,
         looks: int = 2,
     ) -> None:
         self.cache = cache
         self.levels = levels
-        self.outside = Outside(cache, levels, page_size=page_size, heads=heads)
-        self.pages, self.every, self.looks = pages, every, looks
+        self.outside = Outside(cache, levels, page_size=page_size, heads=heads, words=words)
+        self.pages, self.every, self.looks = pages, every, looks if heads else 0
+        self.notes: Sequence[str] = () if heads else (_WORDS_ALONE,)
         self._margin = (page_size // 4, 3 * page_size // 4)
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
         self._stay = _NOTHING  # positions that the last turn brought back
@@ -68,7 +78,17 @@ class TieredMemory:
         self.begin()
         if self.every:
             self.cache.on_step = self._step
-            self.cache.listen(self.outside.heads, self._heard)
+            if self.outside.heads:
+                self.cache.listen(self.outside.heads, self._heard)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ids of the sequence; see `Memory`."""
+        return self.outside.ids
+
+    @ids.setter
+    def ids(self, ids: Sequence[int]) -> None:
+        self.outside.ids = ids
 
     def _moved(self, page: int, tier: str) -> None:
         if tier == LOST:
@@ -111,11 +131,14 @@ class TieredMemory:
         """Run a turn and take it back; see `Outside.look`."""
         return self.outside.look(run, count)
 
-    def exchange(self, queries: Tensor, *, room: int, again: bool = False) -> None:
+    def exchange(
+        self, queries: Tensor | None, *, ids: Sequence[int], room: int, again: bool = False
+    ) -> None:
         """Bring back what a turn asks for, and let what the last one brought back go (mutates).
 
         Args:
-            queries: of the turn, as `look` returned them.
+            queries: of the turn, as `look` returned them; None if there are no heads.
+            ids: of what was looked at, or would be.
             room: tokens of the turn. Room for them and for the first steps of an answer is left
                 free, but not more than half of what pins leave.
             again: for another look at the same turn: what came back for the one before goes, and
@@ -130,7 +153,10 @@ class TieredMemory:
         size = self.outside.page_size
         # Of some pages there is little outside.
         pages = 2 * -(-most // size) if self.pages is None else self.pages
-        wanted = self.outside.best(queries, pages)
+        if queries is None and self.cache.budget is not None:
+            # What a look would have evicted is outside before pages are chosen, too.
+            self.cache.shrink(self.cache.budget - room)
+        wanted = self.outside.best(queries, pages, ids)
         self._stay = self.outside.recall(
             wanted, room=room, margin=self._margin, most=most if self.pages is None else None
         )
@@ -152,9 +178,11 @@ class TieredMemory:
     def _step(self, count: int) -> None:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
-            if self._asked and self.outside.tokens:
+            if (self._asked or not self.outside.heads) and self.outside.tokens:
                 few = FEW if self.pages is None else min(FEW, self.pages)
-                wanted = self.outside.best(torch.cat(self._asked, 1)[:, -self.every :], few)
+                asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
+                seen = self.cache.seen
+                wanted = self.outside.best(asked, few, self.ids[seen - self.every : seen])
                 room = min(max(count, self.every), self._left() // 2)
                 back = self.outside.recall(
                     wanted,
@@ -213,7 +241,12 @@ class TieredMemory:
         """Return all that is outside, as plain JSON values and as tensors, for `restore`."""
         levels, pages = self.levels.state()
         known, summaries = self.outside.state()
-        plain = {"levels": levels, "outside": known, "stay": self._stay.tolist()}
+        plain = {
+            "levels": levels,
+            "outside": known,
+            "stay": self._stay.tolist(),
+            "heads": [[*head] for head in self.outside.heads],
+        }
         return plain, {
             **{f"page.{name}": tensor for name, tensor in pages.items()},
             **{f"known.{name}": tensor for name, tensor in summaries.items()},

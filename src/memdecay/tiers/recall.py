@@ -21,6 +21,7 @@ from memdecay.engine.undo import Checkpoint
 from memdecay.errors import MemDecayError
 from memdecay.tiers.quantized import Quantized
 from memdecay.tiers.summaries import Summaries, rank
+from memdecay.tiers.words import Words, rank_by_words, shared
 
 _Result = TypeVar("_Result")
 _COUNTS = ("moved_down", "came_back", "lost")
@@ -61,6 +62,8 @@ class Outside:
         page_size: tokens a page.
         heads: (layer, query head) each, by whose keys pages are found; those that the policy of
             the cache watches if None.
+        words: find pages by the rare words that they share with what asks: alone if there are no
+            heads, else together with them.
 
     Raises:
         MemDecayError: `page_size` is not an integer of at least 1, the cache has another listener
@@ -71,8 +74,10 @@ class Outside:
         moved_down: pages that came here from the cache, or parts of pages, however often.
         came_back: pages that went back, likewise.
         lost: pages that could not be kept.
-        order: orders pages in place of the heads, if it is set: called with the queries and the
-            numbers of the pages outside, it returns them best first.
+        ids: of all tokens of the sequence that the cache has seen, or more; whoever runs them sets
+            it, if there are `words`.
+        order: orders pages in place of the heads and words, if it is set: called with the queries
+            (empty without heads) and the numbers of the pages outside, it returns them best first.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Outside:
         *,
         page_size: int = 16,
         heads: Sequence[tuple[int, int]] | None = None,
+        words: bool = False,
     ) -> None:
         _check_integer("page_size", page_size, 1)
         if cache.on_forget is not None or cache.on_rollback is not None:
@@ -93,6 +99,8 @@ class Outside:
         self.page_size = page_size
         self._there: dict[int, int] = {}  # of each page, a bit for each token that is outside
         self._summaries: Summaries | None = None
+        self._words = Words() if words else None
+        self.ids: Sequence[int] = ()
         self.moved_down = self.came_back = self.lost = 0
         self.order: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None
         self._attach()
@@ -100,6 +108,7 @@ class Outside:
     def clear(self) -> None:
         """Forget that anything ever moved; the cache forgets the rest with its `reset`."""
         self._summaries = None
+        self._words = None if self._words is None else Words()
         self.moved_down = self.came_back = self.lost = 0
 
     def _attach(self) -> None:
@@ -118,11 +127,15 @@ class Outside:
         other.cache, other.store = cache, self.store.copy()
         other._there = dict(self._there)
         other._summaries = copy.deepcopy(self._summaries)
+        other._words = copy.deepcopy(self._words)
         other._attach()
         return other
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what is known of the pages, as plain JSON values and as tensors; not the store."""
+        """Return what is known of the pages, as plain JSON values and as tensors; not the store.
+
+        Words are not among it: whoever has the ids finds them anew.
+        """
         about = {
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "there": [*self._there.items()],
@@ -165,23 +178,59 @@ class Outside:
     @property
     def summary_bytes(self) -> int:
         """Bytes of what pages are found by."""
-        return self._summaries.bytes if self._summaries is not None else 0
+        keys = self._summaries.bytes if self._summaries is not None else 0
+        words = self._known_words()
+        return keys + (words.bytes if words is not None else 0)
 
-    def best(self, queries: Tensor, count: int) -> list[int]:
-        """Return the pages outside that these queries would look at most, best first.
+    def best(self, queries: Tensor | None, count: int, ids: Sequence[int] = ()) -> list[int]:
+        """Return the pages outside that are asked for most, best first.
+
+        By words alone these are only pages that share a word with `ids`.
 
         Args:
-            queries: `(heads, n, head_dim)`, as `look` returns them.
+            queries: `(heads, n, head_dim)`, as `look` returns them; None if there are no heads.
             count: at most how many pages.
+            ids: what asks, if there are words.
+
+        Raises:
+            MemDecayError: there are heads, but no queries of theirs.
         """
         _check_integer("count", count, 0)
-        if self._summaries is None or not count:
+        if not count or not self._there:
             return []
         if self.order is not None:
-            return list(self.order(queries, [*self.pages]))[:count]
-        order = rank(queries, self._summaries).argsort(descending=True, stable=True)
-        pages = self._summaries.pages
+            asked = torch.empty(0) if queries is None else queries
+            return list(self.order(asked, [*self.pages]))[:count]
+        words = self._known_words()
+        if self._summaries is not None:
+            if queries is None:
+                raise MemDecayError("queries is None, but pages are found by queries of heads.")
+            pages, worth = self._summaries.pages, rank(queries, self._summaries)
+            if words is not None:
+                by_words = dict(zip(words.pages, rank_by_words(ids, words).tolist(), strict=True))
+                worth = worth + torch.tensor([by_words[page] for page in pages])
+        elif words is not None:
+            pages, worth = words.pages, shared(ids, words)
+            count = min(count, int((worth > 0).sum()))
+        else:
+            return []
+        order = worth.argsort(descending=True, stable=True)
         return [pages[number] for number in order[:count].tolist()]
+
+    def _known_words(self) -> Words | None:
+        """Return the words of the pages outside, those that have come since among them.
+
+        These are added only now, as of a token just written the id comes after its keys.
+        """
+        words = self._words
+        if words is not None:
+            words.see(self.ids[words.seen : self.cache.seen])
+            for page, there in self._there.items():
+                if page not in words:
+                    first = page * self.page_size
+                    offsets = (at for at in range(self.page_size) if there >> at & 1)
+                    words.add(page, [self.ids[first + at] for at in offsets])
+        return words
 
     # The way back
 
@@ -463,6 +512,8 @@ class Outside:
         known = self._there.pop(page, None) is not None
         if known and self._summaries is not None:
             self._summaries.remove(page)
+        if known and self._words is not None and page in self._words:
+            self._words.remove(page)
         return known
 
     def _summarise(self, page: int, keys: Tensor) -> None:
@@ -479,6 +530,8 @@ class Outside:
 
     def _rolled_back(self, seen: int) -> None:
         """Forget what the sequence has not seen any more."""
+        if self._words is not None and self._words.seen > seen:
+            self._words.unsee()
         for page in [page for page in self._there if (page + 1) * self.page_size > seen]:
             if page * self.page_size >= seen:
                 self._struck(page)

@@ -44,6 +44,11 @@ class Words:
         """All that is allocated."""
         return self._runs.bytes + self._having.nbytes
 
+    @property
+    def seen(self) -> int:
+        """Ids that `see` was told of."""
+        return self._documents * WINDOW + len(self._open)
+
     def see(self, ids: Sequence[int]) -> None:
         """Count the next ids of the sequence, however it is cut (mutates).
 
@@ -55,6 +60,11 @@ class Words:
         if whole:
             self._count(torch.tensor(self._open[:whole]).view(-1, WINDOW))
             del self._open[:whole]
+
+    def unsee(self) -> None:
+        """Count anew, from the first id of the sequence on; the pages stay (mutates)."""
+        self._having.zero_()
+        self._documents, self._open = 0, []
 
     def add(self, page_id: int, ids: Sequence[int]) -> None:
         """Add a page that is not there (mutates).
@@ -89,7 +99,7 @@ class Words:
             self._having = torch.nn.functional.pad(self._having, (0, extra))
 
 
-def rank_by_words(ids: Sequence[int], words: Words) -> Tensor:
+def shared(ids: Sequence[int], words: Words) -> Tensor:
     """Say of each page outside how much it shares with these ids: Σ rarity of the shared ones.
 
     Args:
@@ -97,12 +107,25 @@ def rank_by_words(ids: Sequence[int], words: Words) -> Tensor:
         words: of the pages.
 
     Returns:
-        (num_pages,) float32 in the order of `words.pages`, standardised, so that it can be added
-        to what `rank` says of the same pages.
+        (num_pages,) float32 in the order of `words.pages`, 0 for a page that shares nothing.
     """
     if not len(words):
         return torch.zeros(0)
     rarity = words.rarity()
     asked = torch.tensor([one for one in {*ids} if one < len(rarity)], dtype=torch.int64)
     weight = torch.zeros_like(rarity).index_copy_(0, asked, rarity[asked])
-    return standardised(words._runs.total(weight[words._runs["ids"][0].long()]))
+    return words._runs.total(weight[words._runs["ids"][0].long()])
+
+
+def rank_by_words(ids: Sequence[int], words: Words) -> Tensor:
+    """Say how much each page shares with these ids, next to the others.
+
+    Args:
+        ids: what is asked.
+        words: of the pages.
+
+    Returns:
+        (num_pages,) float32 in the order of `words.pages`: what `shared` says, standardised, so
+        that it can be added to what `rank` says of the same pages.
+    """
+    return standardised(shared(ids, words)) if len(words) else torch.zeros(0)
