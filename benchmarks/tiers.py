@@ -78,7 +78,7 @@ def measure(name: str, rounds: int) -> list[Row]:
     known = next(one for one in known_models() if one.name == name)
     shape, head_dim = known.about["shape"], HEAD_DIM[name]
     layers, kv_heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
-    heads = [(one.layer, one.head) for one in known.evidence["read"]]
+    heads = [(one.layer, one.head) for one in known.evidence["recall"]]
     rng = torch.Generator().manual_seed(0)
 
     def page(number: int) -> Moved:

@@ -222,7 +222,7 @@ def document(
         "answer begins. `full` keeps everything, `memdecay` drops what leaves the budget, "
         f"`{OURS}` keeps it in memory, where a turn brings back the pages that it asks for. "
         f"`{BOUNDS[0]}` brings pages back at random (three seeds), `{BOUNDS[1]}` those that the "
-        "question and its right answer attend to on the full cache: two bounds of how well pages "
+        "question and its right answer attend to on the full cache: references for how well pages "
         f"can be chosen, with the same room. `{GRADED}` keeps an eighth at full precision and the "
         "rest at 4 bits inside the cache; `quantized-cache` is transformers' QuantizedCache, all "
         "at 4 bits, from one prompt at full precision."
