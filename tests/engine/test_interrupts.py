@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
 import torch
 
 from engine.families import make, tokens
+from engine.interrupted import interrupt_at
 from memdecay.engine.cache import MemDecayCache
-
-
-def interrupt_at(count: int, run: Callable[[], Any]) -> tuple[bool, Any]:
-    """Send a SIGINT at the `count`-th line of the engine that `run` passes.
-
-    Returns whether there was such a line, and what `run` returned, None if it was interrupted.
-    """
-    left = count
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if "memdecay/engine" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return left <= 0, run()
-    except KeyboardInterrupt:
-        return True, None
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.parametrize("chunk", [1, 8])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from engine.helpers import kept, same
+from engine.interrupted import interrupt_at
 from engine.sessions import (
     NEVER,
     assistant,
@@ -181,7 +178,7 @@ def test_an_interrupt_at_any_line_loses_nothing() -> None:
         copy = made.fork()
         before = {*kept(copy.cache), *outside_positions(copy)}
         seen = copy.cache.seen
-        passed = interrupt_at(at, lambda copy=copy: turn_and_answer(copy))  # type: ignore[misc]
+        passed, _ = interrupt_at(at, lambda copy=copy: turn_and_answer(copy), ("engine", "tiers"))
         interrupted += copy.cache.seen == seen
         after = {*kept(copy.cache), *outside_positions(copy)}
         assert before <= after == set(range(copy.cache.seen))
@@ -196,29 +193,3 @@ def test_an_interrupt_at_any_line_loses_nothing() -> None:
 def turn_and_answer(made: Session) -> None:
     made.append([user(6, 3)])
     made.generate(max_new_tokens=5, eos_token_id=NEVER)
-
-
-def interrupt_at(count: int, run: Callable[[], None]) -> bool:
-    """Send a SIGINT at the `count`-th line that `run` passes; False if there are fewer."""
-    left = count
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        name = frame.f_code.co_filename
-        if "memdecay/engine" not in name and "memdecay/tiers" not in name:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return left <= 0

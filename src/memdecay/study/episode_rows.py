@@ -14,7 +14,7 @@ from memdecay.study.answers import Ask, Reply, answer
 from memdecay.study.conditions import Condition
 from memdecay.study.keeping import Seen, budget_tokens, digest, keep_sets, kept_count, oracle
 from memdecay.study.recording import Probe, Recording, question_mass
-from memdecay.study.scenario import find_gold
+from memdecay.study.scenario import Episode, find_gold
 from memdecay.study.settings import Setting
 
 _Job = tuple[Condition, float, Probe, Tensor]
@@ -124,16 +124,8 @@ def _seen(recording: Recording) -> Seen | None:
     return Seen(recording.heads, recording.peaks, recording.replay, shape)
 
 
-def _row(
-    tokenizer: PreTrainedTokenizerBase,
-    recording: Recording,
-    job: _Job,
-    reply: Reply,
-    setting: Setting,
-) -> dict[str, Any]:
-    condition, share, probe, kept = job
-    episode = recording.episode
-    text = str(tokenizer.decode(reply.ids, skip_special_tokens=True))
+def asked(setting: Setting, episode: Episode, probe: Probe) -> dict[str, Any]:
+    """Return what a row says of its question, whatever was kept for it."""
     return {
         "setting": setting.name,
         "model": setting.model_name,
@@ -143,6 +135,20 @@ def _row(
         "variant": episode.variant,
         "region": probe.fact.region,
         "fact_kind": probe.fact.kind,
+    }
+
+
+def _row(
+    tokenizer: PreTrainedTokenizerBase,
+    recording: Recording,
+    job: _Job,
+    reply: Reply,
+    setting: Setting,
+) -> dict[str, Any]:
+    condition, share, probe, kept = job
+    text = str(tokenizer.decode(reply.ids, skip_special_tokens=True))
+    return {
+        **asked(setting, recording.episode, probe),
         "group": condition.group,
         "policy": condition.name,
         "condition": condition.to_json(),

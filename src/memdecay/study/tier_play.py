@@ -22,6 +22,7 @@ from memdecay.engine import MemDecayCache, Session
 from memdecay.errors import BudgetError
 from memdecay.regions import Profile
 from memdecay.study import answers
+from memdecay.study.episode_rows import asked
 from memdecay.study.keeping import budget_tokens, digest, unpinned
 from memdecay.study.recording import Probe, Recording, question_mass, record
 from memdecay.study.scenario import Episode, find_gold
@@ -336,16 +337,8 @@ def _order(
 def _about(
     task: TierTask, recording: Recording, probe: Probe, condition: TierCondition
 ) -> dict[str, Any]:
-    setting, episode = task.setting, task.episode
     return {
-        "setting": setting.name,
-        "model": setting.model_name,
-        "tier": setting.tier,
-        "dtype": setting.dtype,
-        "scenario": episode.scenario,
-        "variant": episode.variant,
-        "region": probe.fact.region,
-        "fact_kind": probe.fact.kind,
+        **asked(task.setting, task.episode, probe),
         "group": "tiers",
         "policy": condition.name,
         "condition": condition.to_json(),

@@ -42,8 +42,8 @@ class TieredMemory:
         heads: (layer, query head) each, by whose keys pages are found; with none, only `words`
             find them.
         words: find pages by the rare words that they share with a turn.
-        pages: at most how many pages a turn brings back; None for as many as fill half of what
-            pins leave of the budget, and for a long turn less.
+        pages: at most how many pages a turn brings back; None for as many as fill three
+            quarters of what pins and the turn leave of the budget.
         every: decode steps between two exchanges; 0 for none.
         looks: how often a turn is looked at before it is read.
 

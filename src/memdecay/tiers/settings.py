@@ -45,9 +45,8 @@ class Tiers:
         disk_folder: where its file is; the system's folder of temporary files if None, which on
             some systems is memory.
         page_size: neighbouring tokens that move together.
-        pages: at most how many pages a turn brings back; None for as many as fill half of what
-            pins leave of the budget, and for a long turn less: a quarter stays what the policy
-            keeps.
+        pages: at most how many pages a turn brings back; None for as many as fill three
+            quarters of what pins and the turn leave of the budget.
         every: an answer brings pages back every so many decode steps; 0 for never.
         looks: how often new messages are looked at before they are read. A second look finds more
             than the first, as it sees what that brought back; each takes as long as reading them,
