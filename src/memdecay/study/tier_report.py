@@ -260,8 +260,8 @@ def document(
         f"**`{LADDER}` holds more bytes than the others at its budget**: what is at 4 bits takes "
         "4.75 bits a number or more with its part of the scales, so that a quarter of the tokens "
         "more adds at least 7% of the full cache's bytes to 25%. Each setting's table of bytes "
-        f"says what was held. `{SAME_BYTES}` is there for a comparison at as many bytes as a quarter of the "
-        "full cache takes: 19% of the tokens at full precision and 20% at 4 bits. "
+        f"says what was held. `{SAME_BYTES}` is there for a comparison at as many bytes as a "
+        "quarter of the full cache takes: 19% of the tokens at full precision and 20% at 4 bits. "
         f"{_held(settings)}"
     )
     references = (
