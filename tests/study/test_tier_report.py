@@ -187,8 +187,8 @@ def test_the_ladder_has_targets_beside_those_without_bits(folder: Path) -> None:
     assert met[of.format("memdecay-tiers-graded", "user")].reached is False
     # One question that full answers is no evidence, and it is said.
     few = met[of.format("memdecay-tiers-graded", "tool_out")]
-    assert few.found.endswith("24 probes, of which full answers 1")
-    assert not met[of.format("memdecay-tiers-graded", "system")].found.endswith("answers 24")
+    assert few.found.endswith("24 probes, of which full answers 1: noise")
+    assert not met[of.format("memdecay-tiers-graded", "system")].found.endswith("noise")
     recalled = (
         "`memdecay-tiers-int4-recall`: recall outside the system region, as a share of full's"
     )
@@ -197,6 +197,8 @@ def test_the_ladder_has_targets_beside_those_without_bits(folder: Path) -> None:
     # 13,000 of 40,000 bytes, with a quarter at fewer bits.
     assert "| `memdecay-tiers-graded` | 25.0% | 13 | 0.33 | 25.0% |" in text
     assert "holds more bytes than the others at its budget" in text
+    # 76 tokens of 400.
+    assert "It held 0.190 of the full cache's bytes" in text
     assert "| ~ 3.00 |" in text
     # What has as many bytes is compared with what has a quarter.
     assert "`memdecay-tiers-graded-bytes` at 19.0% minus each at 25.0%, outside" in text

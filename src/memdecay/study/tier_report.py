@@ -14,7 +14,7 @@ import pandas as pd
 from memdecay.errors import StudyError
 from memdecay.study import tables, trace_report
 from memdecay.study.cells import cells, identity
-from memdecay.study.document import Cell, Section, Table, interval, markdown, number, plural
+from memdecay.study.document import Cell, Section, Table, interval, listed, markdown, number, plural
 from memdecay.study.findings import Findings
 from memdecay.study.held_out import Share
 from memdecay.study.report import provenance
@@ -226,6 +226,7 @@ def _goal(what: str, where: str, part: Share, goal: float) -> Goal:
     found = f"{interval(part.value, part.low, part.high)}, {plural(part.probes, 'probe')}"
     if part.answers_full <= FEW:
         found += f", of which full answers {part.answers_full:g}"
+        found += ": noise" if part.answers_full else ""
     reached = None if math.isnan(part.value) else part.value > goal - 1e-9
     return Goal(what, where, f"≥ {goal:g}", found, reached)
 
@@ -257,10 +258,11 @@ def document(
     )
     room = (
         f"**`{LADDER}` holds more bytes than the others at its budget**: what is at 4 bits takes "
-        "about 4.75 bits a number with its part of the scales, so that a quarter of the tokens "
-        "more adds 7% of the full cache's bytes to 25%. Each setting's table of bytes says what "
-        f"was held. `{SAME_BYTES}` is there for a comparison at as many bytes as a quarter of the "
-        "full cache takes: 19% of the tokens at full precision and 20% at 4 bits."
+        "4.75 bits a number or more with its part of the scales, so that a quarter of the tokens "
+        "more adds at least 7% of the full cache's bytes to 25%. Each setting's table of bytes "
+        f"says what was held. `{SAME_BYTES}` is there for a comparison at as many bytes as a "
+        "quarter of the full cache takes: 19% of the tokens at full precision and 20% at 4 bits. "
+        f"{_held(settings)}"
     )
     references = (
         f"`{BOUNDS[0]}` brings pages back at random (three seeds), `{BOUNDS[1]}` those that the "
@@ -291,6 +293,22 @@ def document(
         sections.append(Section("Cost", (_costs(costs),)))
     sections.append(Section("How it was made", (provenance(settings),)))
     return markdown("Tiers: what is evicted can come back", sections)
+
+
+def _held(settings: Sequence[Findings]) -> str:
+    """Return how many bytes the ladder in the bytes of a quarter took, in a sentence."""
+    parts = []
+    for one in settings:
+        mean = one.rows.groupby("policy")["resident_bytes"].mean()
+        if SAME_BYTES in mean and "full" in mean:
+            parts.append(float(mean[SAME_BYTES] / mean["full"]))
+    if not parts:
+        return "It was not run."
+    between = listed([number(end, 3) for end in dict.fromkeys((min(parts), max(parts)))], "to")
+    return (
+        f"It held {between} of the full cache's bytes, as means by setting: a group of which some "
+        "tokens have left keeps its scales, so that a number takes more than 4.75 bits."
+    )
 
 
 def _targets(met: Sequence[Goal]) -> Table:

@@ -28,7 +28,7 @@ FIELDS = (
 
 _MORE = (
     f"The budget is of tokens at full precision, which all have alike. Beside them {WITH_LADDER} "
-    f"keeps as many again at 4 bits, about 1.3 times the bytes, and {WITH_CODES} all others."
+    f"keeps as many again at 4 bits, at least 1.3 times the bytes, and {WITH_CODES} all others."
 )
 _CELL = ["policy", "policy_config", "budget"]
 _ONE = ("model", "weights", "dtype", "settings")
