@@ -207,7 +207,8 @@ class MemDecayCache(AttachedCache):
         full_precision: of the tokens kept, so many at most are at full precision; the others are
             still attended to, at `bits` bits (`GradedCache`). None for all of them.
         bits: 4 or 8.
-        group_size: tokens that go down together, at least: their keys share a scale a channel.
+        group_size: neighbours that go down together, if they may: their keys share a scale a
+            channel. Groups have from half of that to one and a half times as many.
         full_regions: names of regions whose tokens never go down; those that the profile pins if
             None. If there is no room for them at full precision, they are evicted.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache, _lasting
 from memdecay.engine.forward import Forward
-from memdecay.engine.graded import GradedPool, GradedTable, balanced
+from memdecay.engine.graded import GradedPool, GradedTable, groups_of
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Ledger
 from memdecay.engine.moving import Moved, check_back, movable
@@ -28,8 +28,8 @@ class GradedCache(MemDecayCache):
     """A `MemDecayCache` of one sequence, of which at most `full_precision` tokens are as they were.
 
     The others are codes that attention reads as what they stand for. When there are more, those
-    that the policy would evict first go down, in groups of `group_size` or a little more; never
-    back up. What stays: what pins keep, the pages of `full_regions`, the newest page, and as long
+    that the policy likes least go down, by neighbours in groups of about `group_size`; never back
+    up on their own. What stays: what pins keep, the pages of `full_regions`, the newest page, and as long
     as there is something else, what the policy protects. A token that was coded before it was
     pinned stays coded. Pages of `full_regions` for which there is no room at full precision leave
     the cache, even where it has no budget.
@@ -263,7 +263,8 @@ class GradedCache(MemDecayCache):
         self._release_queries()
         page, free = ledger["page_index"], ~others
         stays = ~torch.isin(page, page[free])
-        gone = ledger.plan_down(excess, excess, self.clock_of(ledger), full=free, stays=stays)
+        clock, span = self.clock_of(ledger), self.page_size
+        gone = ledger.plan_down(excess, excess, clock, full=free, stays=stays, span=span)
         self._forget(0, torch.isin(page, page[gone]))
 
     # Going down
@@ -288,6 +289,7 @@ class GradedCache(MemDecayCache):
                     self.clock_of(ledger),
                     full=full,
                     stays=stays,
+                    span=self.group_size,
                 )
             )
         for pool in self.graded_pools():
@@ -299,7 +301,7 @@ class GradedCache(MemDecayCache):
         ledger, table = self.ledgers[0], self.graded
         slots = down.nonzero().flatten()
         slots = slots[ledger["position"].index_select(0, slots).argsort()]
-        sizes = balanced(len(slots), self.group_size)
+        sizes = groups_of(ledger["position"][slots], self.group_size)
         made = [pool.made(slots, sizes) for pool in self.graded_pools()]  # what fails, fails here
         if self.on_lower is not None:
             self.on_lower(self._copied(down))
