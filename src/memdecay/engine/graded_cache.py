@@ -331,9 +331,9 @@ class GradedCache(MemDecayCache):
     @uninterrupted
     @_lasting
     def drop_codes(self, positions: Tensor) -> None:
-        """Evict tokens that are codes, pinned or not, for whoever puts exact copies back next.
+        """Evict tokens that are codes, pinned or not, for whoever puts exact copies back at once.
 
-        `on_forget` is not called.
+        Neither `on_forget` nor `on_evict` is called.
 
         Args:
             positions: `(n,)` int64, true positions; those that are no codes are passed over.
@@ -343,7 +343,11 @@ class GradedCache(MemDecayCache):
         gone[self.graded.coded :] = False
         if bool(gone.any()):
             self._release_queries()
-            self._drop(0, gone)
+            told, self.on_evict = self.on_evict, None
+            try:
+                self._drop(0, gone)
+            finally:
+                self.on_evict = told
 
     @_lasting
     def replay_room(self, prompt: int, wanted: int) -> int:

@@ -300,9 +300,6 @@ class Outside:
         try:
             wanted = self._windows(pages, margin)
             wanted = self._fitting(wanted, free, room, staying, most)
-            position, codes = ledger["position"], wanted.to(free.device)
-            # What is exchanged for its codes does not bring our pin along.
-            ledger["pinned"][torch.isin(position, codes) & torch.isin(position, free)] = False
             return self._bring(wanted, room)
         finally:
             self._pin(free, free[:0])
@@ -504,16 +501,16 @@ class Outside:
         if bool(waiting.any()):
             self._keep(moved.select(waiting))
             moved = moved.select(~waiting)
-        moved, codes = self._brought_up_to_date(moved)
+        back, codes = self._brought_up_to_date(moved)
         try:
             if len(moved):
-                self.cache.drop_codes(codes)
                 if self.cache.budget is not None:
-                    self.cache.shrink(self.cache.budget - room - len(moved))
+                    self.cache.shrink(self.cache.budget - room - len(moved) + len(codes))
                 self.cache.spare_full(room + len(moved))
+                self.cache.drop_codes(codes)
             kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
             known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
-            self.cache.put_back(moved.select(~known) if bool(known.any()) else moved)
+            self.cache.put_back(back.select(~known) if bool(known.any()) else back)
         except BaseException:
             self._keep(moved)
             raise
