@@ -114,9 +114,15 @@ def tier_conditions(tier: str) -> tuple[TierCondition, ...]:
     bits = {"bits": 4}
     chosen += [
         TierCondition("memdecay-tiers-graded", 0.25, tiers=bits, quantized=0.25),
-        # A number at 4 bits takes 4.75 with its part of the scales: together a quarter of the
-        # bytes of the full cache at 16 bits a number.
-        TierCondition("memdecay-tiers-graded-bytes", 0.19, tiers=bits, quantized=0.2),
+        # Together a quarter of the bytes of the full cache or less. A group of which tokens have
+        # left keeps its scales, so that a number at 4 bits took about 5.7 on the long tier, and 7
+        # on the short one, which has few groups.
+        TierCondition(
+            "memdecay-tiers-graded-bytes",
+            0.19,
+            tiers=bits,
+            quantized=0.13 if tier == "short" else 0.16,
+        ),
     ]
     # An eighth of a short episode cannot hold its pins, so they may go to 4 bits there.
     pins = tier != "short"
