@@ -214,8 +214,7 @@ def _ask_last(
         "question": probe.question,
         "gold": probe.gold,
         "came_back": _came_back(tiered.session) - back,
-        "fact": place is None
-        and _place(tiered.session, tokenizer, ids, probe.gold) is not None,
+        "fact": place is None and _place(tiered.session, tokenizer, ids, probe.gold) is not None,
         "in_cache": place,
     }
     return asked, _read(tokenizer, episode, message)
@@ -325,14 +324,18 @@ def _standfirst(result: dict[str, Any]) -> str:
 
 def _tiered_standfirst(result: dict[str, Any], right: dict[str, int], count: int, room: str) -> str:
     full, tiered, plain = TIERED
-    asked, bits = result["asked"], result["bits"]
-    more = result["quantized_tokens"]
-    first = "" if not bits else f"keeps {'all' if more is None else f'{more:,} more'} at {bits} bits"
-    keeps = f"{first}, and what has no place there either" if first else "keeps what it evicts"
+    asked, bits, more = result["asked"], result["bits"], result["quantized_tokens"]
+    if more is None:
+        keeps = f"keeps it in the cache at {bits} bits"
+    else:
+        first = f"{more:,} of it in the cache at {bits} bits, the rest" if bits else "it"
+        keeps = (
+            f"keeps {first} in memory, and brings back what a message asks for before it is read"
+        )
     return (
         f"{result['model']} reads the same conversation three times: with its full KV cache, and "
-        f"twice with {room}{' at full precision' if bits else ''}. {plain} drops what it evicts; "
-        f"{tiered} {keeps} in memory, and brings back what a message asks for before it is read: "
+        f"twice with {room}{' at full precision' if bits else ''}. {plain} drops what has no "
+        f"place; {tiered} {keeps}: "
         f"{_places(result)}. Asked afterwards about {count} facts, "
         f"the full cache answers {right[full]}, {tiered} {right[tiered]} and {plain} "
         f"{right[plain]}. At the end each is asked: {asked['question']} {back_for(result)}"
@@ -360,7 +363,7 @@ def back_for(result: dict[str, Any]) -> str:
     if asked["in_cache"] is not None:
         bits = "full precision" if asked["in_cache"] == "full" else f"{result['bits']} bits"
         return f"With tiers the fact was in the cache, at {bits}; {back}."
-    return f"With tiers {back}, " + ("the fact among them." if asked["fact"] else "but not the fact.")
+    return f"With tiers {back}, {'the fact among them' if asked['fact'] else 'but not the fact'}."
 
 
 def _listed(names: list[str]) -> str:

@@ -200,7 +200,7 @@ def _replay(
 ) -> _Done:
     began = time.perf_counter()
     task = progress.add_task(f"{name}: {len(turns)} turns", total=len(ids))
-    with _session(model, tokenizer, request, name, budget) as session:
+    with _session(model, tokenizer, request, name, budget, len(ids)) as session:
         with count_tokens(model, lambda count: progress.advance(task, count)):
             played = play(session, turns, done=lambda seen: progress.update(task, completed=seen))
         report = session.report().to_dict()
