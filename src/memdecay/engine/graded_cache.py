@@ -36,7 +36,8 @@ class GradedCache(MemDecayCache):
 
     What leaves the cache (`take`, `on_forget`, a branch) is what its codes stand for, at full
     precision. If it comes back, it is at full precision until it goes down again; then its new
-    codes stand for what the old ones did to within half a step.
+    codes stand for what the old ones did to within half a step. Whoever keeps exact copies is told
+    by `on_lower` of what goes down, and puts them back in exchange for the codes (`drop_codes`).
 
     Raises:
         ModelError: a layer of the model has a sliding window.
@@ -300,6 +301,8 @@ class GradedCache(MemDecayCache):
         slots = slots[ledger["position"].index_select(0, slots).argsort()]
         sizes = balanced(len(slots), self.group_size)
         made = [pool.made(slots, sizes) for pool in self.graded_pools()]  # what fails, fails here
+        if self.on_lower is not None:
+            self.on_lower(self._copied(down))
         coded, groups = table.coded, len(table.sizes)
         for pool in self.graded_pools():
             pool.reserve(coded + len(slots), groups + len(sizes), table.capacity)
@@ -308,6 +311,39 @@ class GradedCache(MemDecayCache):
             pool.lower(codes, left, coded, groups)
         ledger.move(Move(0, len(order), order=order))
         self.lowered_tokens += len(slots)
+
+    @uninterrupted
+    @_lasting
+    def lower(self, positions: Tensor) -> None:
+        """Let tokens go down that are at full precision and may; others are passed over.
+
+        Args:
+            positions: `(n,)` int64, true positions.
+        """
+        ledger = self.ledgers[0]
+        held, newest = self._stays(ledger)
+        down = torch.isin(ledger["position"], positions.to(ledger.device)) & ~held & ~newest
+        down[: self.graded.coded] = False
+        if bool(down.any()):
+            self._release_queries()
+            self._lower(down)
+
+    @uninterrupted
+    @_lasting
+    def drop_codes(self, positions: Tensor) -> None:
+        """Evict tokens that are codes, pinned or not, for whoever puts exact copies back next.
+
+        `on_forget` is not called.
+
+        Args:
+            positions: `(n,)` int64, true positions; those that are no codes are passed over.
+        """
+        ledger = movable(self)
+        gone = torch.isin(ledger["position"], positions.to(ledger.device))
+        gone[self.graded.coded :] = False
+        if bool(gone.any()):
+            self._release_queries()
+            self._drop(0, gone)
 
     @_lasting
     def replay_room(self, prompt: int, wanted: int) -> int:
