@@ -278,10 +278,11 @@ def _page(
     seen, budget = result["seen_tokens"], result["budget_tokens"]
     share = f"{100 * budget / seen:.0f}%"
     flags = tiers.flags() if tiers else ""
+    exactly = " at full precision" if tiers and tiers.graded else ""
     return build_page(
         Page(
             title="memdecay demo",
-            headline=f"One agent episode, {share} of the cache",
+            headline=f"One agent episode, {share} of the cache{exactly}",
             standfirst=_standfirst(result),
             facts=_facts(result, views),
             turns=marks,
@@ -347,13 +348,15 @@ def _places(result: dict[str, Any]) -> str:
     full, tiered, _ = TIERED
     tokens, size = (result["tiers"][tiered][name] for name in ("tokens", "bytes"))
     named = {"resident": "at full precision", "quantized": f"at {result['bits']} bits"}
-    named["host"] = "in memory"
+    copies = tokens["copies"]
+    named["host"] = "in memory" + (f" with exact copies of {copies:,} of these" if copies else "")
     parts = [
         f"{tokens[name]:,} tokens {where} ({_look.megabytes(size[name])})"
         for name, where in named.items()
-        if tokens[name]
+        if size[name] and (tokens[name] or copies)
     ]
-    return f"{_listed(parts)} at the end, beside {_look.megabytes(result['peak_kv_bytes'][full])}"
+    whole = _look.megabytes(result["peak_kv_bytes"][full])
+    return f"{_listed(parts)} at the end, beside {whole} for the full cache"
 
 
 def back_for(result: dict[str, Any]) -> str:

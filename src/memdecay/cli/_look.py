@@ -116,6 +116,7 @@ def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
     table.add_column("")
     for column in ("tokens", "memory"):
         table.add_column(column, justify="right")
+    copies = report["tokens"]["copies"]
     names = {
         "resident": "in the cache, at full precision",
         "quantized": f"in the cache, at {bits} bits",
@@ -129,6 +130,8 @@ def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
         if size or key in ("resident", "host"):
             tokens = report["tokens"].get(key)
             table.add_row(label, "" if tokens is None else f"{tokens:,}", megabytes(size))
+        if key == "disk" and copies:
+            table.add_row(f"exact copies of those at {bits} bits, outside", f"{copies:,}", "in it")
     return table
 
 

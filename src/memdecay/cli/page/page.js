@@ -98,7 +98,7 @@
     if (run.tiers) {
       const { tokens, bytes: size } = run.tiers, named = { resident: "at full precision", quantized: `at ${run.bits} bits`, host: "in memory", disk: "on disk" };
       nums.append(num(n(run.tiers.came_back), "", "pages came back"));
-      places = el("p", { class: "what" }, "Tokens at the end: " + Object.keys(named).filter((k) => tokens[k]).map((k) => `${n(tokens[k])} ${named[k]} (${bytes(size[k]).join("")})`).join(", ") + ".");
+      places = el("p", { class: "what" }, "Tokens at the end: " + Object.keys(named).filter((k) => size[k] && (tokens[k] || tokens.copies)).map((k) => `${n(tokens[k])} ${named[k]} (${bytes(size[k]).join("")})`).join(", ") + (tokens.copies ? `; exact copies of ${n(tokens.copies)} at ${run.bits} bits are among what is outside.` : "."));
     }
     const dots = run.answers.length ? el("div", { class: "dots" }, ...run.answers.map((a) =>
       el("i", { class: a.correct ? "good" : "bad", title: `${a.where}: ${a.correct ? "right" : "wrong"}` }, `${a.correct ? "✓" : "✗"} ${a.short}`))) : null;
