@@ -189,8 +189,8 @@ def _ask_last(
 
     Returns:
         The question, how many pages came back for it, whether the fact was among them, and where
-        in the cache it was before: at "full" precision, "quantized", or None; and the ids with
-        those of the question.
+        in the cache it was before and after: at "full" precision, "quantized", or None; and the
+        ids with those of the question.
     """
     tiered = next(one for one in played if one.tiered)
     plain = next(one for one in played if one.policy is tiered.policy and one is not tiered)
@@ -210,12 +210,14 @@ def _ask_last(
         one.session.append([message])
         end = one.session.report().seen_tokens
         one.marks.append(TurnMark(len(one.marks), f"asked: {probe.short}", start, end))
+    after = _place(tiered.session, tokenizer, ids, probe.gold)
     asked = {
         "question": probe.question,
         "gold": probe.gold,
         "came_back": _came_back(tiered.session) - back,
-        "fact": place is None and _place(tiered.session, tokenizer, ids, probe.gold) is not None,
+        "fact": place is None and after is not None,
         "in_cache": place,
+        "in_cache_after": after,
     }
     return asked, _read(tokenizer, episode, message)
 
@@ -365,7 +367,9 @@ def back_for(result: dict[str, Any]) -> str:
     back = f"{asked['came_back']:,} page{'' if asked['came_back'] == 1 else 's'} came back for it"
     if asked["in_cache"] is not None:
         bits = "full precision" if asked["in_cache"] == "full" else f"{result['bits']} bits"
-        return f"With tiers the fact was in the cache, at {bits}; {back}."
+        up = asked["in_cache"] != "full" and asked["in_cache_after"] == "full"
+        exact = ", and it is at full precision again" if up else ""
+        return f"With tiers the fact was in the cache, at {bits}; {back}{exact}."
     return f"With tiers {back}, {'the fact among them' if asked['fact'] else 'but not the fact'}."
 
 

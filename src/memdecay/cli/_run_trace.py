@@ -273,7 +273,12 @@ def _page(
 ) -> str:
     first = result["policy"]
     budget = result["budget_tokens"]
-    share = f"{100 * min(1, budget / len(ids)):.0f}% of the cache" if budget else "the full cache"
+    exact = " at full precision" if request.tiers and request.tiers.graded else ""
+    share = (
+        f"{100 * min(1, budget / len(ids)):.0f}% of the cache{exact}"
+        if budget
+        else "the full cache"
+    )
     views = [
         PolicyView(
             policy=name,

@@ -140,8 +140,11 @@ class TimelineRecorder:
         if self._memory is not None:
             self._begins(page, ledger["position"])
         for number, kinds in _counted(both).items():
-            life = self._life(number, max(len(self._events) - 1, 0))
+            event = max(len(self._events) - 1, 0)
+            life = self._life(number, event)
             life.update(counts=kinds, tokens=sum(kinds.values()), evicted=None)
+            if _tier(life) not in _INSIDE:  # it went on growing
+                self._place(number, event, self._inside(number))
         self._looked = ledger.latest_page
         held = page[ledger.held()].unique()
         if everywhere or not torch.equal(held, self._held):
@@ -268,10 +271,8 @@ class TimelineRecorder:
             self._below.update(dict.fromkeys(pages, tier))
             return
         self._event("recall")
-        kept = self._kept()
-        for page in pages:
-            if page in kept:
-                self._place(page, len(self._events) - 1, self._inside(page))
+        for page in self._kept():  # of some only a part came back, and not the first token
+            self._place(page, len(self._events) - 1, self._inside(page))
 
     def _place(self, page: int, event: int, tier: str) -> None:
         """Note that a page is in a tier from an event on."""
