@@ -31,8 +31,8 @@ class GradedCache(MemDecayCache):
     that the policy likes least go down, by neighbours in groups of about `group_size`; never back
     up on their own. What stays: what pins keep, the pages of `full_regions`, the newest page, and
     as long as there is something else, what the policy protects. A token that was coded before it
-    was pinned stays coded. Pages of `full_regions` for which there is no room at full precision leave
-    the cache, even where it has no budget.
+    was pinned stays coded. Pages of `full_regions` for which there is no room at full precision
+    leave the cache, even where it has no budget.
 
     What leaves the cache (`take`, `on_forget`, a branch) is what its codes stand for, at full
     precision. If it comes back, it is at full precision until it goes down again; then its new
