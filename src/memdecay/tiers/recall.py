@@ -416,25 +416,36 @@ class Outside:
         staying: Tensor,
         most: int | None,
     ) -> Tensor:
-        """Return the first of some positions for which there is room, and pin those kept."""
-        outside = self._outside(wanted)
-        before = outside.cumsum(0)
-        wanted = wanted.to(free.device)
+        """Return the first of some positions for which there is room, and pin those kept.
 
-        def fits(count: int, others: Tensor) -> bool:
-            self._pin(free, torch.cat([others, wanted[:count]]))
-            new = int(before[count - 1]) if count else 0
-            return (most is None or new <= most) and self._fits(new, room)
-
+        What is outside comes first: codes are read already, so that exact copies of them take only
+        the room that is left.
+        """
         if not len(wanted):
             return wanted
+        codes = torch.isin(wanted, self._coded())
+        here = self._outside(wanted)
+        before = (here & ~codes).cumsum(0)
+        codes &= here
+        order = wanted.to(free.device)
+
+        def fits(count: int, others: Tensor, copies: int = 0) -> bool:
+            self._pin(free, torch.cat([others, order[:count]]))
+            new = (int(before[count - 1]) if count else 0) + copies
+            return (most is None or new <= most) and self._fits(new, room)
+
         if not fits(1, staying):
             staying = free[:0]
         count = bisect.bisect_left(
-            range(len(wanted)), True, key=lambda number: not fits(number + 1, staying)
+            range(len(order)), True, key=lambda number: not fits(number + 1, staying)
+        )
+        up = wanted[:count][codes[:count]]
+        copies = bisect.bisect_left(
+            range(len(up)), True, key=lambda number: not fits(count, staying, number + 1)
         )
         fits(count, staying)
-        return wanted[:count].cpu()[outside[:count]]
+        first = wanted[:count][(here & ~codes)[:count]]
+        return torch.cat([first, up[:copies]])
 
     def _fits(self, count: int, room: int) -> bool:
         """Say whether so many tokens and `room` fit beside what must stay."""
