@@ -229,7 +229,8 @@ class TimelineRecorder:
         if self._memory is not None:
             self._begins(evicted.page, evicted.position)
             for page, tier in self._below.items():
-                self._place(page, event, tier)
+                if page not in kept:  # else it was another part of it
+                    self._place(page, event, tier)
             self._below.clear()
         pairs = torch.stack([evicted.page, evicted.region])
         for page, kinds in _counted(pairs).items():
