@@ -244,4 +244,4 @@ def test_rows_stay_with_their_page(moves: list[tuple[int, int]], seed: int) -> N
             numbers = runs.total(runs["other"][1, :, 1].float()) / counts
             assert numbers.tolist() == pytest.approx([number % 100 for number in there])
             if all(one.shape[1] == 1 for one in there.values()):
-                assert torch.equal(runs.live(runs["one"][0]), torch.cat([*there.values()], 1)[0])
+                assert torch.equal(runs["one"][0, runs.at()], torch.cat([*there.values()], 1)[0])
