@@ -7,7 +7,6 @@ are kept, at 8 bits, and new queries of these heads are held against all of them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,10 +26,10 @@ _LANES = 16
 """Queries that take as long as one more."""
 _ALL_UP_TO = 2048
 """Pages that are all held against all heads."""
-_CHOSEN = 256
-"""Of more pages, how many at least are held against all heads."""
+_LEFT = 256
+"""Of more pages, how many at least are."""
 _SAMPLE = 256
-"""Of more pages, how many stand for all."""
+"""Of more pages, about how many stand for all."""
 
 
 class Summaries:
@@ -176,9 +175,9 @@ def rank(queries: Tensor, summaries: Summaries, best: int | None = None) -> Tens
     For head h, query i and page p, s_hip = max over the page's tokens t of q_i · k_t, by keys and
     queries at 8 bits; `policy.recall.claim` says what follows from these.
 
-    Of many pages, if only the `best` are asked for, the first third of the heads choose eight times
-    as many, but at least 256. These and a sample of 256 are held against the other heads too: what
-    these claim is standardised by the sample. Up to 2,048 pages all are held against all heads.
+    Of more than 2,048 pages, if only the `best` are asked for, one head after the other, the most
+    telling first, leaves out half of them, until those left are eight times as many, or 256. What
+    the later heads claim is then standardised by a sample of about 256 pages.
 
     Args:
         queries: (heads, n, head_dim) in the order of `summaries.heads`, rotated as they were in
@@ -187,9 +186,8 @@ def rank(queries: Tensor, summaries: Summaries, best: int | None = None) -> Tens
         best: how many pages are asked for; None for all.
 
     Returns:
-        (num_pages,) float32, in the order of `summaries.pages`, higher for what to bring back.
-        Pages that the first heads did not choose are below all others, in the order that these
-        heads have them in.
+        (num_pages,) float32, in the order of `summaries.pages`, higher for what to bring back; -inf
+        of a page that was left out.
 
     Raises:
         MemDecayError: the queries are of other heads.
@@ -204,17 +202,21 @@ def rank(queries: Tensor, summaries: Summaries, best: int | None = None) -> Tens
     if not pages:
         return torch.zeros(0)
     asked = _Asked(queries.cpu().float(), summaries)
-    chosen = pages if best is None else max(_CHOSEN, 8 * best)
-    first = math.ceil(heads / 3)
-    if pages <= _ALL_UP_TO or chosen + _SAMPLE >= pages or first == heads:
+    left = pages if best is None else max(_LEFT, 8 * best)
+    if pages <= max(_ALL_UP_TO, left + _SAMPLE):
         return asked.claims(range(heads)).div_(heads)
-    worth = asked.claims(range(first))
-    numbers = worth.topk(chosen).indices
-    sample = torch.arange(0, pages, pages // _SAMPLE)
-    others = asked.claims(range(first, heads), torch.cat([sample, numbers]), len(sample))
-    known = (worth[numbers] + others[len(sample) :]).div_(heads)
-    worth.sub_(worth.max() - known.min() + 1)
-    return worth.index_copy_(0, numbers, known)
+    among = torch.arange(pages)
+    sample = among[:: pages // _SAMPLE]
+    worth, done = asked.claims([0]), 1
+    while done < heads:
+        half = max(left, len(among) // 2)
+        kept = worth.topk(min(half, len(among)), sorted=False).indices.sort().values
+        among, worth = among[kept], worth[kept]
+        several = range(done, heads if half == left else done + 1)
+        claims = asked.claims(several, torch.cat([sample, among]), len(sample))
+        worth += claims[len(sample) :]
+        done = several.stop
+    return torch.full((pages,), -torch.inf).index_copy_(0, among, worth.div_(heads))
 
 
 class _Asked:
@@ -233,14 +235,14 @@ class _Asked:
         self._codes, self._size = _coded(queries * deviation, (-2, -1))
 
     def claims(
-        self, heads: Iterable[int], numbers: Tensor | None = None, counted: int | None = None
+        self, heads: Iterable[int], numbers: Tensor | None = None, sample: int | None = None
     ) -> Tensor:
         """Return (num_pages,) float32, the sum of what each of these heads claims.
 
         Args:
             heads: which.
             numbers: (num_pages,) int64, places in `Summaries.pages`; None for all.
-            counted: the first so many of the pages stand for all; None if all do.
+            sample: the first so many of the pages stand for all; None if all do.
         """
         pages = len(self._summaries) if numbers is None else len(numbers)
         parts = [*self._parts(numbers)]
@@ -265,7 +267,7 @@ class _Asked:
                 for place, most, scale in found:
                     products[place] = most[:, columns] * (scale * self._size[head, 0])
                 products += self._always[head]
-                total += claim(products.T.unsqueeze(0), slice(counted))
+                total += claim(products.T.unsqueeze(0), slice(sample))
         return total
 
     def _parts(self, numbers: Tensor | None) -> Iterator[tuple[Tensor | slice, Runs, Tensor]]:
