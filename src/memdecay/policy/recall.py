@@ -11,10 +11,10 @@ _LEAST = 1e-3
 """Deviation below which all pages are alike to a query."""
 
 
-ALL = slice(None)
+_ALL = slice(None)
 
 
-def strength(products: Tensor, counted: slice = ALL) -> Tensor:
+def strength(products: Tensor, counted: slice = _ALL) -> Tensor:
     """Return how strongly a head looks at each page: a_p = z_p(max_i s_ip).
 
     Args:
@@ -30,7 +30,7 @@ def strength(products: Tensor, counted: slice = ALL) -> Tensor:
     return among_pages(products.amax(-2), counted)
 
 
-def contrast(products: Tensor, counted: slice = ALL) -> Tensor:
+def contrast(products: Tensor, counted: slice = _ALL) -> Tensor:
     """Return how much more one query looks at a page than others do: c_p = z_p(max_i (z - z̄)_ip).
 
     z_ip = z_p(s_ip) and z̄_p its mean over the queries i. Some keys attract every query; what is
@@ -48,7 +48,7 @@ def contrast(products: Tensor, counted: slice = ALL) -> Tensor:
     return among_pages(each.amax(-2) - each.mean(-2), counted)
 
 
-def claim(products: Tensor, counted: slice = ALL) -> Tensor:
+def claim(products: Tensor, counted: slice = _ALL) -> Tensor:
     """Return what heads say together: r_p = mean over the heads h of a_hp + c_hp.
 
     Args:
@@ -61,7 +61,7 @@ def claim(products: Tensor, counted: slice = ALL) -> Tensor:
     return (strength(products, counted) + contrast(products, counted)).mean(0)
 
 
-def among_pages(value: Tensor, counted: slice = ALL) -> Tensor:
+def among_pages(value: Tensor, counted: slice = _ALL) -> Tensor:
     """Return z_p(v) = (v - mean) / std over the pages; zeros where all are alike.
 
     Args:

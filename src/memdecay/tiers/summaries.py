@@ -176,7 +176,7 @@ def rank(queries: Tensor, summaries: Summaries, best: int | None = None) -> Tens
     queries at 8 bits; `policy.recall.claim` says what follows from these.
 
     Of more than 2,048 pages, if only the `best` are asked for, one head after the other, the most
-    telling first, leaves out half of them, until those left are eight times as many, or 256. What
+    telling first, leaves a third of them, until those left are eight times as many, or 256. What
     the later heads claim is then standardised by a sample of about 256 pages.
 
     Args:
@@ -209,10 +209,10 @@ def rank(queries: Tensor, summaries: Summaries, best: int | None = None) -> Tens
     sample = among[:: pages // _SAMPLE]
     worth, done = asked.claims([0]), 1
     while done < heads:
-        half = max(left, len(among) // 2)
-        kept = worth.topk(min(half, len(among)), sorted=False).indices.sort().values
+        third = max(left, len(among) // 3)
+        kept = worth.topk(third, sorted=False).indices.sort().values
         among, worth = among[kept], worth[kept]
-        several = range(done, heads if half == left else done + 1)
+        several = range(done, heads if third == left else done + 1)
         claims = asked.claims(several, torch.cat([sample, among]), len(sample))
         worth += claims[len(sample) :]
         done = several.stop
@@ -265,7 +265,11 @@ class _Asked:
             for number, head in enumerate(mine):
                 columns = slice(number * self._count, (number + 1) * self._count)
                 for place, most, scale in found:
-                    products[place] = most[:, columns] * (scale * self._size[head, 0])
+                    scaled = scale * self._size[head, 0]
+                    if isinstance(place, slice):
+                        torch.mul(most[:, columns], scaled, out=products[place])
+                    else:
+                        products[place] = most[:, columns] * scaled
                 products += self._always[head]
                 total += claim(products.T.unsqueeze(0), slice(sample))
         return total
@@ -279,8 +283,11 @@ class _Asked:
                 yield slice(start, end), runs, runs.at()
             else:
                 place = ((numbers >= start) & (numbers < end)).nonzero().flatten()
-                if len(place):
-                    yield place, runs, runs.at()[numbers[place] - start]
+                at = runs.at()[numbers[place] - start]
+                if len(place) == len(numbers):
+                    yield slice(0, len(numbers)), runs, at
+                elif len(place):
+                    yield place, runs, at
             start = end
 
 
