@@ -46,6 +46,7 @@ class TieredMemory:
             quarters of what pins and the turn leave of the budget.
         every: decode steps between two exchanges; 0 for none.
         looks: how often a turn is looked at before it is read.
+        exact: keep copies of what goes down to fewer bits in the cache.
 
     Raises:
         MemDecayError, ProfileError: as for `Outside`.
@@ -62,10 +63,13 @@ class TieredMemory:
         pages: int | None,
         every: int,
         looks: int = 2,
+        exact: bool = True,
     ) -> None:
         self.cache = cache
         self.levels = levels
-        self.outside = Outside(cache, levels, page_size=page_size, heads=heads, words=words)
+        self.outside = Outside(
+            cache, levels, page_size=page_size, heads=heads, words=words, exact=exact
+        )
         self.pages, self.every, self.looks = pages, every, looks if heads else 0
         self.notes: Sequence[str] = () if heads else (_WORDS_ALONE,)
         self._margin = (page_size // 4, 3 * page_size // 4)
@@ -97,7 +101,11 @@ class TieredMemory:
         self._tell(tier, torch.arange(page * size, (page + 1) * size))
 
     def _tell(self, tier: str, positions: Tensor) -> None:
-        if len(positions) and self.on_move is not None:
+        if self.on_move is None:
+            return
+        if tier != RESIDENT:  # copies of what is in the cache may be there too
+            positions = positions[~torch.isin(positions, self.cache.ledgers[0]["position"].cpu())]
+        if len(positions):
             ends = (positions.diff() > 1).nonzero().flatten() + 1
             runs = positions.tensor_split(ends)
             self.on_move(tier, [(int(run[0]), int(run[-1]) + 1) for run in runs])
@@ -125,7 +133,7 @@ class TieredMemory:
         """
         cache = self.cache
         full = cache.budget is not None and cache.kept() + count > cache.budget
-        return bool(cache.seen and (self.outside.tokens or full) and self._left())
+        return bool(cache.seen and (self.outside.stored or full) and self._left())
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back; see `Outside.look`."""
@@ -178,7 +186,7 @@ class TieredMemory:
     def _step(self, count: int) -> None:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
-            if (self._asked or not self.outside.heads) and self.outside.tokens:
+            if (self._asked or not self.outside.heads) and self.outside.stored:
                 few = FEW if self.pages is None else min(FEW, self.pages)
                 asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
                 seen = self.cache.seen
@@ -225,8 +233,12 @@ class TieredMemory:
         """Return what is where, and what moved."""
         outside, stores = self.outside, self.levels.stores
         tokens, size = inside(self.cache)
+        tokens |= {name: store.tokens for name, store in stores.items()}
+        for page, count in outside.copies.items():
+            tokens[str(self.levels.tier_of(page))] -= count
+            tokens["copies"] += count
         return TierReport(
-            tokens=tokens | {name: store.tokens for name, store in stores.items()},
+            tokens=tokens,
             bytes={
                 **size,
                 **{name: store.bytes for name, store in stores.items()},
