@@ -54,3 +54,12 @@ def test_one_query_has_nothing_to_compare_with_and_like_pages_are_alike() -> Non
     assert contrast(products).tolist() == [0.0, 0.0, 0.0]
     assert claim(products[None]).tolist() == strength(products).tolist()
     assert among_pages(torch.full((2, 3), 7.0)).tolist() == [[0.0] * 3] * 2
+
+
+def test_a_sample_stands_for_all_pages() -> None:
+    products = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))
+    got = claim(products, slice(30))
+    whole = claim(products[..., :30])
+    assert torch.allclose(got[:30], whole, atol=1e-5)
+    # What is standardised by the sample does not depend on the pages beside it.
+    assert torch.allclose(claim(products[..., [*range(30), 37]], slice(30))[-1], got[37], atol=1e-5)

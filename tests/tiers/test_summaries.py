@@ -85,6 +85,51 @@ def test_ranks_are_the_literal_loop_after_any_moves(
     assert got.tolist() == pytest.approx(looped(asked, [keys[one] for one in kept.pages]), abs=0.3)
 
 
+def test_of_many_pages_those_left_are_ranked_as_if_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = made()
+    for number in range(70):
+        kept.add(number, page(2 + 14 * (number % 3 != 0), seed=number, shape=SHAPE).keys)
+    for number in (5, 30, 31):
+        kept.remove(number)
+    asked = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+    exact = rank(asked, kept)
+    assert torch.equal(rank(asked, kept, 1), exact)
+    # Every page is of the sample, so the statistics are those of all.
+    for name, value in (("_ALL_UP_TO", 0), ("_LEFT", 16), ("_SAMPLE", 40)):
+        monkeypatch.setattr(summaries, name, value)
+    for best, left in ((1, 16), (3, 24), (4, 67)):
+        got = rank(asked, kept, best)
+        there = got.isfinite()
+        assert got.shape == exact.shape and int(there.sum()) == left
+        assert got[there].tolist() == pytest.approx(exact[there].tolist(), abs=1e-4)
+        assert bool((got[~there] == -torch.inf).all())
+    # The first head leaves out first: what is left is the best third of it, of that by two heads.
+    first, two = _by_heads(asked, kept, 1), _by_heads(asked, kept, 2)
+    third = first.topk(67 // 3).indices
+    chosen = third[two[third].topk(16).indices]
+    assert sorted(chosen.tolist()) == rank(asked, kept, 1).isfinite().nonzero().flatten().tolist()
+
+
+def _by_heads(asked: Tensor, kept: Summaries, count: int) -> Tensor:
+    return summaries._Asked(asked, kept).claims(range(count))
+
+
+def test_of_many_pages_the_first_stays_first() -> None:
+    kept = Summaries(((0, 0), (0, 1), (1, 0)), heads_per_kv=1, head_dim=16)
+    order = torch.Generator().manual_seed(0)
+    pages = torch.randn(2200, 2, 2, 4, 16, generator=order)
+    queries = torch.randn(3, 9, 16, generator=order)
+    for number, head in enumerate(((0, 0), (0, 1), (1, 0))):
+        pages[1234, head[0], head[1], 2] = 2 * queries[number, 5]
+    for number, keys in enumerate(pages):
+        kept.add(number, keys)
+    exact, got = rank(queries, kept), rank(queries, kept, 8)
+    assert int(exact.argmax()) == int(got.argmax()) == 1234
+    assert int(got.isfinite().sum()) == 256
+    left = got.isfinite()
+    assert float((got - exact)[left].abs().mean()) < 0.15
+
+
 def test_the_page_that_a_query_looks_at_is_first() -> None:
     kept = made()
     for number in range(50):
@@ -244,4 +289,4 @@ def test_rows_stay_with_their_page(moves: list[tuple[int, int]], seed: int) -> N
             numbers = runs.total(runs["other"][1, :, 1].float()) / counts
             assert numbers.tolist() == pytest.approx([number % 100 for number in there])
             if all(one.shape[1] == 1 for one in there.values()):
-                assert torch.equal(runs.live(runs["one"][0]), torch.cat([*there.values()], 1)[0])
+                assert torch.equal(runs["one"][0, runs.at()], torch.cat([*there.values()], 1)[0])

@@ -232,7 +232,9 @@ class Outside:
         if self._summaries is not None:
             if queries is None:
                 raise MemDecayError("queries is None, but pages are found by queries of heads.")
-            pages, worth = self._summaries.pages, rank(queries, self._summaries)
+            # Of pages that heads leave out words could still think much.
+            best = count if words is None else None
+            pages, worth = self._summaries.pages, rank(queries, self._summaries, best)
             if words is not None:
                 by_words = dict(zip(words.pages, rank_by_words(ids, words).tolist(), strict=True))
                 worth = worth + torch.tensor([by_words[page] for page in pages])

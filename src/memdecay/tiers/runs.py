@@ -44,7 +44,7 @@ class Runs:
 
     @property
     def pages(self) -> list[int]:
-        """The pages that are there, in the order in which `live` and `total` have them."""
+        """The pages that are there, in the order in which `at` and `total` have them."""
         return [*self._number]
 
     @property
@@ -83,9 +83,9 @@ class Runs:
             self._number = {page: number for number, page in enumerate(self._number)}
             self._segments = None
 
-    def live(self, values: Tensor) -> Tensor:
-        """Return those of (runs, ...) that are of pages that are there, in the order of `pages`."""
-        return values.index_select(0, self._by_page()[1])
+    def at(self) -> Tensor:
+        """Return (num_pages,) int64: which of the runs each page is, in the order of `pages`."""
+        return self._by_page()[1]
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return all that is kept, as plain JSON values and as tensors; for `restore`."""
