@@ -96,11 +96,61 @@ def test_the_demo_asks_for_a_fact_that_comes_back(
     asked = result["asked"]
     assert asked["question"] in {probe.question for probe in short.probes}
     assert asked["came_back"] > 0 and isinstance(asked["fact"], bool)
+    assert result["quantized_tokens"] == result["budget_tokens"] and result["bits"] == 4
+    assert result["tiers"][TIERED]["tokens"]["quantized"] > 0
+    assert result["tiers"][TIERED]["tokens"]["host"] > 0
     data = data_of(here / "t.html")
     assert data["turns"][-1]["label"].startswith("asked: ")
     assert data["turns"][-1]["end"] == result["seen_tokens"] == len(data["texts"])
     assert [run["policy"] for run in data["runs"] if run["main"]] == [TIERED]
-    assert asked["question"] in data["standfirst"] and " --tiers" in data["footer"]
+    assert asked["question"] in data["standfirst"] and "at 4 bits" in data["standfirst"]
+    assert " --tiers --quantized 40% --bits 4" in data["footer"]
+
+
+@pytest.mark.usefixtures("tiny_engine")
+def test_run_keeps_more_at_fewer_bits(command: Command, here: Path) -> None:
+    code, out, err = command(
+        "run", "trace.json", "--budget", "160", "--compare", "none", "--tiers", "--json",
+        "--quantized", "60", "--bits", "8", "--html", "run.html",
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["quantized"], result["quantized_tokens"], result["bits"]) == ("60", 60, 8)
+    tokens = result["tiers"]["tokens"]
+    assert tokens["quantized"] > 0 and tokens["host"] > 0
+    assert 160 < result["peak_resident_tokens"] <= 220
+    data = data_of(here / "run.html")
+    first = data["runs"][0]
+    assert first["bits"] == 8 and "8 bits first" in first["summary"]
+    assert any(1 in flat(strip[7])[1::2] for strip in first["timeline"]["strips"])
+    assert " --tiers --quantized 60 --bits 8" in data["footer"]
+
+
+@pytest.mark.usefixtures("tiny_engine")
+def test_people_see_what_is_at_fewer_bits(command: Command, here: Path) -> None:
+    asked = ("run", "trace.json", "--budget", "160", "--compare", "none", "--tiers")
+    code, out, err = command(*asked, "--quantized", "all")
+    assert code == 0, err
+    assert "in the cache, at 4 bits" in out and "in the cache, at full precision" in out
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--quantized", "25%"), "--quantized is '25%', but --tiers is not given"),
+        (("--bits", "8"), "--bits is 8, but --tiers is not given"),
+        (("--tiers", "--bits", "8"), "--bits is 8, but no token is at fewer bits"),
+        (("--tiers", "--quantized", "9", "--bits", "5"), "--bits is 5, but must be 4 or 8."),
+        (("--tiers", "--quantized", "1e3"), "--quantized is '1e3', but must be a whole number"),
+        (("--tiers", "--quantized", "9", "--budget", "20"), "budget is 20 tokens at full"),
+    ],
+)
+def test_what_cannot_be_at_fewer_bits_is_one_sentence(
+    given: tuple[str, ...], said: str, command: Command, here: Path
+) -> None:
+    code, out, err = command("run", "trace.json", *given)
+    assert (code, out) == (2, "") and err.startswith(f"memdecay: {said}") and err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("no_model")

@@ -21,7 +21,7 @@ GOOD: dict[str, Any] = {
             "born": 0,
             "evicted": 2,
             "pinned": False,
-            "moves": [[2, "host"], [2, "disk"]],
+            "moves": [[2, "quantized"], [2, "disk"]],
         },
     ],
     "events": [

@@ -93,6 +93,10 @@ def test_tiers_are_part_of_a_name(command: Command) -> None:
     code, out, err = command(*own, "--profile", "heads.yaml", "--out", "tiers")
     assert (code, err) == (0, "") and "streaming-tiers" in out
     assert set(gather(Path("tiers"))["policy"]) == {"full", "streaming", "streaming-tiers"}
+    own_bits = (*own, "--policies", "streaming-tiers-graded,h2o-tiers-int4")
+    assert command(*own_bits, "--profile", "heads.yaml", "--out", "bits")[0] == 0
+    found = set(gather(Path("bits"))["policy"])
+    assert found == {"full", "streaming-tiers-graded", "h2o-tiers-int4"}
     code, _, err = command(*own, "--out", "without")
     assert code == 2 and err.startswith("memdecay: policy is 'streaming-tiers', but the profile")
     code, _, err = command(*own, "--policies", "full-tiers")
@@ -106,6 +110,7 @@ def test_tiers_are_part_of_a_name(command: Command) -> None:
         (("--budgets", "half"), "--budgets is 'half'"),
         (("--policies", "h2o,"), "--policies is 'h2o,', but must be policy names"),
         (("--policies", "h3o"), "did you mean 'h2o'"),
+        (("--policies", "h3o-tiers-graded"), "did you mean 'h2o'"),
         (("--profile", "no.yaml"), "--profile is 'no.yaml', but there is no such file"),
         (("--out", "trace.json"), "--out is 'trace.json', but that is a file"),
         (("--jobs", "0"), "jobs is 0, but it must be at least 1"),

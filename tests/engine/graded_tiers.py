@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from engine.lowering import Lockstep
 from engine.sessions import tiny
 from engine.tiered import tiered
-from memdecay import Session
+from memdecay import Session, Tiers
 from memdecay.engine.graded_cache import GradedCache
 from memdecay.engine.moving import Moved
 
@@ -33,8 +33,8 @@ class Followed(Lockstep):
         self.model = tiny(name)[0]
         self.theirs = DynamicCache(config=self.model.config)
         self.hidden, self.coded, self.outside = set(), set(), []
-        self.lowered, self.groups, self.ids = 0, [], []
-        self.worst, self.returns, self.coded_returns = 0.0, 0, 0
+        self.lowered, self.groups, self.ids, self.exact = 0, [], [], {}
+        self.worst, self.returns, self.coded_returns, self.exact_returns = 0.0, 0, 0, 0
         self.full: list[int] = []
         rolled_back, put_back, store = (
             self.cache.on_rollback,
@@ -53,7 +53,10 @@ class Followed(Lockstep):
             positions = set(moved.positions.tolist())
             self.returns += len(positions)
             self.coded_returns += len(positions & self.coded)
-            self.coded -= positions  # at full precision, what they stood for
+            for number, at in enumerate(moved.positions.tolist()):
+                if at in self.coded and self._is_exact(moved, number, at):
+                    self._restore(at)
+            self.coded -= positions  # others are at full precision what they stood for
             put_back(moved)
             self.hidden -= positions
 
@@ -65,6 +68,21 @@ class Followed(Lockstep):
         self.cache.put_back = back  # type: ignore[method-assign]
         self.cache._store = stored  # type: ignore[method-assign]
         made.model.register_forward_hook(self._ran, with_kwargs=True)
+
+    def _is_exact(self, moved: Moved, number: int, at: int) -> bool:
+        """Say whether a token comes back as it was, to the bit, before it became codes."""
+        tiers = self.made.tiers
+        assert isinstance(tiers, Tiers)
+        back = torch.stack([moved.keys[:, :, number], moved.values[:, :, number]], 1)
+        exact = torch.equal(back, torch.stack(self.exact[at]))
+        if tiers.host is None:
+            assert exact == tiers.exact, "nothing had to go for the copy"
+        return exact
+
+    def _restore(self, at: int) -> None:
+        self.exact_returns += 1
+        for layer, (keys, values) in zip(self.theirs.layers, self.exact[at], strict=True):
+            layer.keys[0, :, at], layer.values[0, :, at] = keys, values
 
     @torch.no_grad()
     def _ran(self, model: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -65,6 +65,7 @@ class Lockstep:
         self.theirs = DynamicCache(config=self.model.config)
         self.hidden: set[int] = set()
         self.coded: set[int] = set()
+        self.exact: dict[int, list[Tensor]] = {}
         self.lowered = 0
         self.groups: list[int] = []
         self.ids: list[int] = []
@@ -118,9 +119,13 @@ class Lockstep:
         self.lowered += len(positions)
         self.groups += sizes
         where = torch.tensor(positions)
+        for at in positions:
+            self.exact.pop(at, None)
         for layer, (keys, values) in zip(self.theirs.layers, was, strict=True):
             assert bool((layer.keys[0, :, where] - keys).abs().max() < 1e-4)
             assert bool((layer.values[0, :, where] - values).abs().max() < 1e-4)
+            for number, at in enumerate(positions):
+                self.exact.setdefault(at, []).append(torch.stack([keys, values])[:, :, number])
             for head in range(len(keys)):
                 parts = keys[head].split(sizes)
                 coded = torch.cat([reference(part, 0, self.cache.bits) for part in parts])

@@ -12,7 +12,7 @@ from engine.families import make, tokens
 from engine.helpers import close, kept
 from engine.lowering import Lockstep, reference
 from memdecay.engine.cache import MemDecayCache
-from memdecay.engine.graded import balanced, quantized
+from memdecay.engine.graded import groups_of, quantized
 from memdecay.engine.graded_cache import GradedCache
 from memdecay.engine.undo import Checkpoint
 from memdecay.errors import BudgetError, MemDecayError, ModelError, ProfileError
@@ -112,12 +112,71 @@ def test_the_cache_stays_in_the_type_of_the_model():
 # What goes down
 
 
-def test_groups_are_as_large_as_asked_or_a_little_more():
-    for count in range(1, 200):
-        sizes = balanced(count, 16)
+def test_groups_are_of_neighbours_and_never_of_few():
+    rng = random.Random(3)
+    for count in (1, 2, 7, 30, 90, 200):
+        positions = sorted(rng.sample(range(600), count))
+        sizes = groups_of(torch.tensor(positions), 16)
         assert sum(sizes) == count
-        assert len(sizes) == 1 or min(sizes) >= 16
-        assert max(sizes) < 32
+        assert len(sizes) == 1 or min(sizes) >= 8
+        assert max(sizes[:-1], default=0) <= 16 and sizes[-1] < 24
+        start = 0
+        for number, size in enumerate(sizes):
+            group = positions[start : start + size]
+            start += size
+            if number < len(sizes) - 1:
+                assert all(at - group[0] < 32 for at in group[8:])
+                assert size == 16 or positions[start] - group[0] >= 32, "cut only at a gap"
+    assert groups_of(torch.arange(7, 71), 16) == [16] * 4
+    assert groups_of(torch.arange(7, 71 + 7), 16) == [16, 16, 16, 23]
+    assert groups_of(torch.tensor([*range(9), *range(90, 102)]), 16) == [9, 12]
+    assert groups_of(torch.tensor([*range(3), *range(90, 102)]), 16) == [15]
+
+
+def literally_down(cache, need, wanted):
+    """The positions that go down of single tokens, by loops."""
+    ledger, span = cache.ledgers[0], cache.group_size
+    now = cache.clock_of(ledger)
+    score = ledger.policy.score(ledger.tokens(now), ledger.profile).double().tolist()
+    first, last = {}, {}
+    saved = ledger.policy.protected(ledger.tokens(now), ledger.profile)
+    for slot in range(cache.coded_tokens, ledger.length):
+        at = int(ledger["position"][slot])
+        if at < ledger.seen - 1 and not bool(ledger.held()[slot]):
+            (last if saved is not None and bool(saved[slot]) else first)[at] = score[slot]
+
+    def worst(free, count):
+        pages = {at // span: [] for at in sorted(free)}
+        for at in free:
+            pages[at // span].append(free[at])
+        mean = {page: sum(values) / len(values) for page, values in pages.items()}
+        return sorted(free, key=lambda at: (mean[at // span], at))[:count]
+
+    if len(first) >= need:
+        return set(worst(first, min(wanted, len(first))))
+    return {*first, *worst(last, need - len(first))}
+
+
+@pytest.mark.parametrize("policy", ["memdecay", "streaming", "h2o"])
+def test_neighbours_go_down_worst_first_as_by_loops(policy):
+    model = make("llama")
+    cache = graded(model, budget=None, page_size=1, policy=policy, group_size=8)
+    for start in range(0, 90, 6):
+        read(cache, model, tokens(90)[:, start : start + 6], step=6)
+        if not cache.coded_tokens:
+            continue
+        ledger = cache.ledgers[0]
+        full = torch.arange(ledger.length) >= cache.coded_tokens
+        stays = ledger.held() | (ledger["position"] == ledger.seen - 1)
+        for need, wanted in ((1, 1), (3, 8), (8, 8), (int((full & ~stays).sum()), 99)):
+            down = ledger.plan_down(
+                need, wanted, cache.clock_of(ledger), full=full, stays=stays, span=8
+            )
+            found = {*ledger["position"][down].tolist()}
+            assert found == literally_down(cache, need, wanted)
+    assert cache.coded_tokens > 20
+    with pytest.raises(BudgetError, match="must go down to fewer bits, but"):
+        ledger.plan_down(500, 500, 0.0, full=full, stays=stays, span=8)
 
 
 def test_the_policys_lowest_go_down_first_and_whole_groups_of_them():
@@ -125,8 +184,8 @@ def test_the_policys_lowest_go_down_first_and_whole_groups_of_them():
     cache = graded(model, budget=None, policy="streaming", page_size=8, full_precision=40)
     read(cache, model, tokens(60), step=1)
     coded = cache.ledgers[0]["position"][: cache.coded_tokens].tolist()
-    assert sorted(coded) == list(range(8, 8 + len(coded)))  # the sinks' page is protected
-    assert set(cache.graded.sizes) == {8}
+    assert sorted(coded) == list(range(4, 4 + len(coded)))  # the sinks are protected
+    assert cache.graded.sizes == [8, 8, 8]
     assert cache.lowered_tokens == len(coded) == 24
 
 
@@ -134,7 +193,7 @@ def test_single_tokens_go_down_in_groups_too():
     model = make("llama")
     cache = graded(model, budget=None, page_size=1)
     read(cache, model, tokens(80), step=1)
-    assert set(cache.graded.sizes) == {8} and len(cache.graded.sizes) > 5
+    assert min(cache.graded.sizes) >= 4 and len(cache.graded.sizes) > 5
 
 
 def test_what_the_policy_protects_goes_down_last():
@@ -172,7 +231,9 @@ def test_the_newest_page_stays_whatever_the_policy_says():
     cache = graded(model, budget=None, policy=Newest())
     read(cache, model, tokens(24), step=8)
     read(cache, model, tokens(1))
-    assert cache.ledgers[0]["position"][: cache.coded_tokens].tolist() == [*range(12, 20)]
+    # the rest of the worst eight neighbours, and the first of the next
+    coded = cache.ledgers[0]["position"][: cache.coded_tokens].tolist()
+    assert coded == [*range(8, 12), *range(16, 20)]
 
 
 class NewestThenOldest(Newest):

@@ -165,5 +165,7 @@ def outside_positions(made: Session) -> list[int]:
     found: list[int] = []
     for page in outside(made).pages:
         found += outside(made).store.get(page).positions.tolist()
-    assert len(found) == outside(made).tokens == outside(made).store.tokens
-    return found
+    assert len(found) == outside(made).stored == outside(made).store.tokens
+    gone = sorted({*found} - {*kept(made.cache)})
+    assert len(gone) == outside(made).tokens
+    return gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from memdecay.errors import StudyError
 from memdecay.study.cells import FIELDS
 from memdecay.study.rows import write_rows
+from memdecay.study.tier_play import tier_conditions
 from memdecay.study.tier_report import cells_json, document, goals, read, read_costs, share
 from memdecay.study.tier_run import TIER_SCHEMA
 from study.study_rows import SEQ_LEN, condition_rows
@@ -119,21 +121,28 @@ def test_costs_and_traces_are_targets_too(folder: Path, tmp_path: Path) -> None:
     costs = read_costs(path)
     played = pd.DataFrame(
         {
-            "trace": ["a", "b"] * 2,
-            "policy": ["memdecay"] * 2 + ["memdecay-tiers"] * 2,
+            "trace": ["a", "b"] * 3,
+            "policy": ["memdecay"] * 2 + ["memdecay-tiers"] * 2 + ["memdecay-tiers-graded"] * 2,
             "policy_config": ['{"name": "memdecay"}'] * 2
-            + ['{"name": "memdecay-tiers", "tiers": {}}'] * 2,
+            + ['{"name": "memdecay-tiers", "tiers": {}}'] * 2
+            + ['{"name": "memdecay-tiers-graded", "quantized": 1.0, "tiers": {"bits": 4}}'] * 2,
             "budget": 0.25,
             "refused": "",
-            "delta_nll": [0.4, 0.6, 0.02, 0.06],
+            "delta_nll": [0.4, 0.6, 0.02, 0.06, 0.1, 0.1],
             "model": "m",
             "dtype": "float32",
         }
     )
     met = {goal.what: goal for goal in goals(read([folder]), [("real", played)], costs)}
+    assert [name for name in met if "rise in NLL" in name] == [
+        f"`{name}` at 25%: rise in NLL, as a share of that without tiers"
+        for name in ("memdecay-tiers", "memdecay-tiers-graded")
+    ]
+    graded = met["`memdecay-tiers-graded` at 25%: rise in NLL, as a share of that without tiers"]
+    assert graded.reached is False and graded.found.startswith("0.200 [")
     assert met["a step"].reached is False and met["a step"].found == "1.070 times"
     assert "words" not in met
-    rise = met["rise in NLL, as a share of that without tiers, at 25%"]
+    rise = met["`memdecay-tiers` at 25%: rise in NLL, as a share of that without tiers"]
     assert rise.reached is True and rise.found.startswith("0.080 [") and rise.where == "real"
     text = document(read([folder]), [("real", played)], costs)
     assert "| a step | m | ▼ 1.070 times | 1.05 times |" in text
@@ -155,8 +164,68 @@ def test_the_document_says_losses_as_plainly_as_wins(folder: Path) -> None:
     assert "toy-short: `memdecay-tiers` at 25.0% minus each, outside the system region" in text
     # 100 of 400 tokens: a quarter of the bytes, and summaries of a twentieth of the rest.
     assert "| **`memdecay-tiers`** |" in text
-    assert "| `memdecay-tiers` | 25.0% | 10 | 0.25 | 29 | 1 | 5.0% | 12.0 |" in text
+    assert "| `memdecay-tiers` | 25.0% | 10 | 0.25 | 0.0% | 29 | 1 | 5.0% | 12.0 |" in text
     assert text == document(read([folder]))
+
+
+def test_the_ladder_has_targets_beside_those_without_bits(folder: Path) -> None:
+    def once(index: int, variant: int, region: str, budget: float, seed: int) -> bool:
+        return region != "tool_out" or (index, variant) == (0, 0)
+
+    ladder = (
+        rows("full", once, 1.0),
+        rows("memdecay-tiers", dropped),
+        rows("memdecay-tiers-graded", full).assign(coded_tokens=100, resident_bytes=13_000),
+        rows("memdecay-tiers-graded-bytes", full, 0.19),
+        rows("memdecay-tiers-int4-recall", full, 0.125),
+    )
+    [one] = read([written(folder.parent / "ladder", *ladder)])
+    met = {goal.what: goal for goal in goals([one])}
+    of = "`{}` at 25%: recall of {} facts, as a share of full's"
+    assert met[of.format("memdecay-tiers-graded", "system")].reached is True
+    assert met[of.format("memdecay-tiers", "retrieval")].reached is False
+    assert met[of.format("memdecay-tiers-graded", "user")].reached is False
+    # One question that full answers is no evidence, and it is said.
+    few = met[of.format("memdecay-tiers-graded", "tool_out")]
+    assert few.found.endswith("24 probes, of which full answers 1: noise")
+    assert not met[of.format("memdecay-tiers-graded", "system")].found.endswith("noise")
+    recalled = (
+        "`memdecay-tiers-int4-recall`: recall outside the system region, as a share of full's"
+    )
+    assert met[recalled].goal == "≥ 0.95" and len(met) == 9
+    text = document([one])
+    # 13,000 of 40,000 bytes, with a quarter at fewer bits.
+    assert "| `memdecay-tiers-graded` | 25.0% | 13 | 0.33 | 25.0% |" in text
+    assert "holds more bytes than the others at its budget" in text
+    # 76 tokens of 400.
+    assert "It held 0.190 of the full cache's bytes" in text
+    assert "| ~ 3.00 |" in text
+    # What has as many bytes is compared with what has a quarter.
+    assert "`memdecay-tiers-graded-bytes` at 19.0% minus each at 25.0%, outside" in text
+
+
+def test_where_full_answers_nothing_no_share_is_known(tmp_path: Path) -> None:
+    folder = written(
+        tmp_path, rows("full", dropped, 1.0), rows("memdecay-tiers-graded", full, 0.25)
+    )
+    met = {goal.what: goal for goal in goals(read([folder]))}
+    goal = met["`memdecay-tiers-graded` at 25%: recall of user facts, as a share of full's"]
+    assert goal.reached is None and goal.found == "–, 24 probes, of which full answers 0"
+
+
+def test_rows_of_what_a_name_stood_for_give_way(tmp_path: Path) -> None:
+    """On the short tier int4 had its pins at full precision once."""
+    [now] = [one for one in tier_conditions("short") if one.name == "memdecay-tiers-int4"]
+    before = replace(now, pins=True)
+    old = rows("memdecay-tiers-int4", dropped, 0.125, scenarios=("archive",))
+    old = old.assign(condition=before.to_json())
+    new = rows("memdecay-tiers-int4", full, 0.125).assign(condition=now.to_json())
+    whole = rows("full", full, 1.0)
+    [one] = read([written(tmp_path / "old", whole, old)])
+    assert (one.rows["policy"] == "memdecay-tiers-int4").sum() == 12
+    [one] = read([written(tmp_path / "both", whole, old, new)])
+    found = one.rows[one.rows["policy"] == "memdecay-tiers-int4"]
+    assert len(found) == 96 and set(found["condition"]) == {now.to_json()}
 
 
 def test_cells_are_those_of_the_study(folder: Path) -> None:

@@ -22,6 +22,7 @@ from memdecay.study.settings import Setting
 from memdecay.study.tier_play import TierCondition, TierTask, tier_conditions
 from memdecay.study.tier_run import TIER_SCHEMA, rows_path, run_tiers
 from memdecay.study.workers import Here
+from memdecay.tiers import Tiers
 from study.study_tiny import recorded, small, two_scenarios
 
 HEADS = (EvidenceHead(0, 1, ASK), EvidenceHead(1, 2, ASK))
@@ -81,13 +82,51 @@ class TestWhatIsCompared:
             randoms = [one.seed for one in found if one.name == "memdecay-tiers-random"]
             assert randoms == [0, 1, 2] * len(shares)
 
-    def test_fewer_bits_are_compared_once_tiers_have_them(
-        self, monkeypatch: pytest.MonkeyPatch
+    def test_each_name_is_asked_once_at_a_budget(self) -> None:
+        """Reports know a condition by its name and budget, and rows by all that decides."""
+        for tier in ("short", "long"):
+            found = tier_conditions(tier)
+            assert len({(one.name, one.share, one.seed) for one in found}) == len(found)
+            assert len({(one.to_json(), one.share) for one in found}) == len(found)
+            graded = {one.name: one for one in found if one.tiers and "bits" in one.tiers}
+            assert all("tiers" in name for name in graded) and len(graded) == 4
+            assert {one.pins for name, one in graded.items() if "int4" in name} == {tier == "long"}
+
+    @pytest.mark.parametrize(("tier", "bits"), [("short", 7.2), ("long", 6.0)])
+    def test_the_ladder_at_equal_bytes_takes_a_quarter_of_the_full_cache(
+        self, tier: str, bits: float
     ) -> None:
-        monkeypatch.setattr(tier_play, "graded_tiers", lambda: True)
-        assert tier_conditions("short")[-1].share == 0.125
-        monkeypatch.setattr(tier_play, "graded_tiers", lambda: False)
-        assert "memdecay-tiers-int4" not in {one.name for one in tier_conditions("short")}
+        """By the bits a number that were measured there."""
+        [one] = [one for one in tier_conditions(tier) if one.name.endswith("-bytes")]
+        assert one.quantized is not None
+        assert 0.24 < one.share + one.quantized * bits / 16 <= 0.2501
+
+    def test_tokens_at_fewer_bits_are_a_share_of_the_context(self) -> None:
+        graded = TierCondition("g", 0.25, tiers={"bits": 4}, quantized=0.2)
+        assert graded.settings(1234) == Tiers(bits=4, quantized=246)
+        assert TIERS.settings(1234) == Tiers(page_size=8)
+        assert TierCondition("memdecay", 0.25).settings(1234) is None
+        # They read an episode in a session of their own.
+        assert graded.reading != replace(graded, quantized=0.3).reading
+
+    def test_rows_that_exist_stay_valid(self) -> None:
+        """What committed rows say of their condition is what it says of itself now."""
+        runs = Path(__file__).parents[2] / "docs" / "results" / "runs"
+        keys = set()
+        for path in sorted(runs.glob("*/tiers/*.parquet")):
+            columns = ["tier", "policy", "condition", "budget"]
+            for row in pq.read_table(path, columns=columns).to_pylist():
+                if row["policy"] != "quantized-cache":  # a peer's
+                    keys.add(tuple(row[name] for name in columns))
+        assert len(keys) > 10
+        for tier, name, condition, share in keys:
+            known = [
+                one
+                for one in tier_conditions(tier)
+                if (one.name, one.share) == (name, share)
+                and condition in (one.to_json(), replace(one, pins=True).to_json())
+            ]
+            assert len(known) == 1, (tier, name, share, condition)
 
 
 class TestARun:
@@ -108,10 +147,11 @@ class TestARun:
         assert sum(told) == pytest.approx(1)
         assert [path.name for path in folder.iterdir()] == ["mill-0.parquet"]
         rows = table(folder / "mill-0.parquet")
-        assert len(rows) == 4 * len(chosen) == 4 * 6
+        assert len(rows) == 4 * len(chosen) == 4 * 9
         assert [*rows[0]] == TIER_SCHEMA.names
-        graded = [row for row in rows if row["policy"] == "memdecay-tiers-int4"]
-        rows = [row for row in rows if row not in graded]
+        coded = [row for row in rows if "-int4" in row["policy"]]
+        graded = [row for row in rows if "-graded" in row["policy"]]
+        rows = [row for row in rows if row not in coded + graded]
         per_token = {row["resident_bytes"] / row["kept_tokens"] for row in rows}
         assert len(per_token) == 1  # keys and values of a token take what they take
         for row in rows:
@@ -124,13 +164,26 @@ class TestARun:
             assert (row["outside_tokens"] > 0) == (row["outside_bytes"] > 0) == tiered
             assert (row["came_back"] > 0) == (row["summary_bytes"] > 0) == tiered
             assert row["gold_logprob"] < 0 and row["group"] == "tiers"
-        for row in graded:
+        [of_a_token] = per_token
+        for row in coded:
             assert row["kept_tokens"] <= row["budget_tokens"] == row["seq_len"] // 8
             # Nothing is gone, and the rest takes much less than it would.
             assert row["kept_tokens"] + row["coded_tokens"] == row["seq_len"]
-            assert row["outside_tokens"] == row["came_back"] == 0
-            share = row["resident_bytes"] / (per_token.copy().pop() * row["seq_len"])
+            if row["policy"] == "memdecay-tiers-int4":
+                assert row["outside_tokens"] == row["came_back"] == 0
+            share = row["resident_bytes"] / (of_a_token * row["seq_len"])
             assert 1 / 8 < share < 3 / 8
+        assert {row["policy"] for row in graded} == {
+            "memdecay-tiers-graded",
+            "memdecay-tiers-graded-bytes",
+        }
+        for row in graded:
+            seq_len, same_bytes = row["seq_len"], row["policy"].endswith("-bytes")
+            more = int((0.13 if same_bytes else 0.25) * seq_len)
+            assert 0 < row["kept_tokens"] <= row["budget_tokens"]
+            assert row["coded_tokens"] > 0
+            assert row["kept_tokens"] + row["coded_tokens"] <= row["budget_tokens"] + more
+            assert row["outside_tokens"] > 0 and row["came_back"] > 0
 
     def test_a_run_goes_on_where_it_was_ended(self, tmp_path: Path, setting: Setting) -> None:
         runs, one = profiles(tmp_path), [TIERS]

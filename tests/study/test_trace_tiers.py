@@ -16,7 +16,7 @@ from memdecay.evidence import ASK, EvidenceHead
 from memdecay.policy import get_policy
 from memdecay.regions import Profile
 from memdecay.study import workers
-from memdecay.study.trace_play import TieredPolicy
+from memdecay.study.trace_play import ENDINGS, TieredPolicy, config_of, plain_name, with_tiers
 from memdecay.study.trace_report import document, gather, rises
 from memdecay.study.traces import run_traces
 from memdecay.study.workers import Here
@@ -67,6 +67,49 @@ def test_a_row_is_what_a_session_with_tiers_says(tmp_path: Path) -> None:
     [left] = rises(gather(tmp_path))
     assert (left["policy"], left["n"]) == ("streaming-tiers", 2)
     assert "What tiers leave of it" in document("x", gather(tmp_path))
+
+
+def test_bits_are_part_of_a_name(tmp_path: Path) -> None:
+    endings = ("-tiers", "-tiers-graded", "-tiers-int4")
+    assert sorted(ENDINGS) == sorted(endings)
+    policies = [PLAIN, *(with_tiers(PLAIN, ending) for ending in endings)]
+    assert [one.name for one in policies[1:]] == [f"streaming{ending}" for ending in endings]
+    assert {plain_name(one.name) for one in policies} == {"streaming"}
+    run_traces(replace(RUN, profile=PROFILE), SCRIPTS, policies, [0.3], tmp_path, Here())
+    rows = gather(tmp_path).set_index(["policy", "trace"])
+    graded = json.loads(rows.loc["streaming-tiers-graded", "mill"]["policy_config"])
+    assert (graded["tiers"], graded["quantized"]) == ({"bits": 4}, 1.0)
+    # What rows without bits said of themselves they still say.
+    assert config_of(TieredPolicy(PLAIN)) == json.dumps(
+        {"name": "streaming-tiers", "sinks": 4, "tiers": {}}
+    )
+    for name, trace in rows.index:
+        row = rows.loc[name, trace]
+        if name != "full":
+            assert 0 < row["peak_resident_tokens"] <= row["budget_tokens"]  # at full precision
+        if name.endswith("-int4"):
+            assert row["evicted_tokens"] == 0
+    # Each is another way to read.
+    assert rows.xs("mill", level="trace")["nll"].nunique() == 5
+    left = rises(gather(tmp_path))
+    assert [(one["policy"], one["n"]) for one in left] == [
+        (f"streaming{ending}", 2) for ending in endings
+    ]
+    assert len({one["delta_nll_without"] for one in left}) == 1
+    assert "-tiers-graded keeps as many again at 4 bits" in document("x", gather(tmp_path))
+
+
+def test_as_many_at_fewer_bits_as_the_budget() -> None:
+    graded = with_tiers(PLAIN, "-tiers-graded")
+    assert graded.settings(50) == Tiers(bits=4, quantized=50) and graded.recalls
+    coded = with_tiers(PLAIN, "-tiers-int4")
+    assert coded.settings(50) == Tiers(bits=4, quantized=None, host=0) and not coded.recalls
+
+
+def test_without_recall_no_heads_are_needed(tmp_path: Path) -> None:
+    coded = with_tiers(PLAIN, "-tiers-int4")
+    run_traces(RUN, SCRIPTS[:1], [coded], [0.5], tmp_path, Here())
+    assert set(gather(tmp_path)["policy"]) == {"full", "streaming-tiers-int4"}
 
 
 def test_the_share_of_the_rise_is_a_ratio_of_sums(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read a budget: a number of tokens, or a share of a conversation."""
+"""Read how many tokens: a number of them, or a share of a conversation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%")
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as it was asked for: exactly one of `tokens` and `share` (0 to 1) is given."""
+    """Tokens as they were asked for: exactly one of `tokens` and `share` (0 to 1) is given."""
 
     text: str
     tokens: int | None = None
     share: float | None = None
+    option: str = "--budget"
 
     def resolve(self, total: int) -> int:
-        """Return the budget in tokens for a conversation of `total` tokens.
+        """Return it in tokens for a conversation of `total` tokens.
 
         Raises:
             BudgetError: the share of this conversation is less than one token.
@@ -31,7 +32,7 @@ class Budget:
         tokens = math.floor(total * (self.share or 0.0))
         if tokens < 1:
             raise BudgetError(
-                f"--budget is {self.text!r}, but that is less than one of {total:,} tokens."
+                f"{self.option} is {self.text!r}, but that is less than one of {total:,} tokens."
             )
         return tokens
 

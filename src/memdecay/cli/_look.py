@@ -102,12 +102,37 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def tiers(report: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the tokens outside and the pages that came back, or dashes without tiers."""
-    if report is None:
-        return "-", "-"
-    outside = sum(report["tokens"][name] for name in ("host", "disk"))
-    return f"{outside:,}", f"{report['came_back']:,}"
+def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
+    """Return a table of what is where at the end.
+
+    Args:
+        name: of the policy.
+        report: its tiers, as in `Report.to_dict()`.
+        bits: of those at fewer bits, None if none are.
+    """
+    came_back = report["came_back"]
+    back = f"{came_back:,} page{'' if came_back == 1 else 's'} came back"
+    table = titled(f"Where the tokens of {name} are at the end; {back}")
+    table.add_column("")
+    for column in ("tokens", "memory"):
+        table.add_column(column, justify="right")
+    copies = report["tokens"]["copies"]
+    names = {
+        "resident": "in the cache, at full precision",
+        "quantized": f"in the cache, at {bits} bits",
+        "host": "outside, in memory",
+        "disk": "outside, on disk",
+        "summaries": "what they are found by",
+        "scratch": "one layer read at full precision",
+    }
+    for key, label in names.items():
+        size = report["bytes"][key]
+        if size or key in ("resident", "host"):
+            tokens = report["tokens"].get(key)
+            table.add_row(label, "" if tokens is None else f"{tokens:,}", megabytes(size))
+        if key == "disk" and copies:
+            table.add_row(f"exact copies of those at {bits} bits, outside", f"{copies:,}", "in it")
+    return table
 
 
 def _in_order(reports: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:

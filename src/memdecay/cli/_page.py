@@ -44,6 +44,7 @@ class PolicyView:
         timeline: the recorded life of its cache.
         answers: what it answered to the probes, all policies in the same order.
         cost: what eviction cost, as in `run --json`, or None.
+        bits: of tokens at fewer bits, where it has tiers with any.
     """
 
     policy: str
@@ -54,6 +55,7 @@ class PolicyView:
     timeline: Timeline
     answers: Sequence[Answer] = ()
     cost: Mapping[str, Any] | None = None
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def _run(view: PolicyView, regions: Sequence[str]) -> dict[str, Any]:
         ],
         "cost": view.cost,
         "tiers": report.get("tiers"),
+        "bits": view.bits,
     }
 
 

@@ -46,6 +46,7 @@ class Request:
         clock: "steps" or "tokens".
         max_tokens: stop before a turn goes past this, None for never.
         max_turns: stop after so many turns, None for never.
+        tiers: of the one that has them, None if none has.
     """
 
     trace: Trace
@@ -57,6 +58,7 @@ class Request:
     clock: str
     max_tokens: int | None
     max_turns: int | None
+    tiers: _options.AskedTiers | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         messages = [message for turn in turns for message in turn.messages]
         budget = request.budget.resolve(len(ids))
         for name in request.policies:
-            with _session(model, tokenizer, request, name, budget) as session:
+            with _session(model, tokenizer, request, name, budget, len(ids)) as session:
                 session.check(messages)
         done = {
             name: _replay(model, tokenizer, request, name, budget, turns, ids, progress)
@@ -114,6 +116,7 @@ def run_trace(request: Request, *, want_page: bool) -> tuple[dict[str, Any], str
         "trace": request.trace.id,
         "budget": request.budget.text,
         "clock": request.clock,
+        **(request.tiers.told(len(ids)) if request.tiers else {}),
         **per_policy[first],
         "compare": {name: per_policy[name] for name in per_policy if name != first},
         "full": {
@@ -163,7 +166,9 @@ def _cut(request: Request, tokenizer: Any) -> tuple[list[Turn], list[int]]:
     return turns, ids
 
 
-def _session(model: Any, tokenizer: Any, request: Request, name: str, budget: int) -> Session:
+def _session(
+    model: Any, tokenizer: Any, request: Request, name: str, budget: int, total: int
+) -> Session:
     from memdecay.engine import Session
 
     policy = request.policies.get(name) or _options.policies([name])[name]
@@ -177,7 +182,9 @@ def _session(model: Any, tokenizer: Any, request: Request, name: str, budget: in
         retrievers=request.retrievers,
         tools=request.trace.tools or None,
         record_timeline=True,
-        tiers=_options.tiers_of(name),
+        tiers=request.tiers.resolve(total)
+        if request.tiers and name.endswith(_options.WITH_TIERS)
+        else None,
     )
 
 
@@ -193,7 +200,7 @@ def _replay(
 ) -> _Done:
     began = time.perf_counter()
     task = progress.add_task(f"{name}: {len(turns)} turns", total=len(ids))
-    with _session(model, tokenizer, request, name, budget) as session:
+    with _session(model, tokenizer, request, name, budget, len(ids)) as session:
         with count_tokens(model, lambda count: progress.advance(task, count)):
             played = play(session, turns, done=lambda seen: progress.update(task, completed=seen))
         report = session.report().to_dict()
@@ -266,23 +273,29 @@ def _page(
 ) -> str:
     first = result["policy"]
     budget = result["budget_tokens"]
-    share = f"{100 * min(1, budget / len(ids)):.0f}% of the cache" if budget else "the full cache"
+    exact = " at full precision" if request.tiers and request.tiers.graded else ""
+    share = (
+        f"{100 * min(1, budget / len(ids)):.0f}% of the cache{exact}"
+        if budget
+        else "the full cache"
+    )
     views = [
         PolicyView(
             policy=name,
-            summary=_options.summary_of(name, policy),
+            summary=_options.summary_of(name, policy, request.tiers),
             bounded=policy.bounded,
             main=name == first,
             report=done[name].report,
             timeline=done[name].timeline,
             cost=per_policy[name],
+            bits=request.tiers.bits if request.tiers else None,
         )
         for name, policy in request.policies.items()
     ]
     asked, others = first.removesuffix(_options.WITH_TIERS), [*result["compare"]]
     options = f"--model {request.model} --budget {result['budget']} --policy {asked}"
     options += f" --compare {','.join(name for name in others if name != asked) or 'none'}"
-    options += " --tiers" if asked != first else ""
+    options += request.tiers.flags() if request.tiers else ""
     return build_page(
         Page(
             title=f"memdecay run: {request.trace.id}",

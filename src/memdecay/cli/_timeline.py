@@ -11,7 +11,7 @@ from memdecay.errors import SessionError
 
 KINDS = ("prefill", "decode", "evict", "recall")
 """What an event can be; the page refers to them by index."""
-TIERS = ("resident", "host", "disk", "lost")
+TIERS = ("resident", "quantized", "host", "disk", "lost")
 """Where a page can go; likewise."""
 
 

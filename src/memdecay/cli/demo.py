@@ -11,7 +11,8 @@ from rich.text import Text
 
 from memdecay.cli import _look, _options, _terminal
 from memdecay.cli._budget import parse_budget
-from memdecay.cli._demo_play import POLICIES, TIERED, play_demo
+from memdecay.cli._demo_play import POLICIES, TIERED, back_for, play_demo
+from memdecay.policy import DEFAULT_POLICY
 
 EXAMPLE = "memdecay demo --budget 25% --html demo.html"
 
@@ -21,6 +22,8 @@ def demo(
     model: _options.Model = "smollm2",
     html: Annotated[Path, typer.Option("--html", help="Where the page goes.")] = Path("demo.html"),
     tiers: _options.TiersFlag = False,
+    quantized: _options.QuantizedText = None,
+    bits: _options.Bits = None,
     as_json: _options.Json = False,
 ) -> None:
     """Play a built-in agent episode with the full cache, memdecay-heads, memdecay and streaming.
@@ -29,18 +32,21 @@ def demo(
     afterwards the model is asked for each. Shows every answer, right or wrong, what is kept of
     each region and the peak of the KV cache, and writes a self-contained page.
 
-    With --tiers it is the full cache, memdecay with tiers and memdecay: what is evicted stays in
-    memory, and comes back when it is asked for. At the end each is asked for a fact that memdecay
-    forgot, so that the page shows it coming back. For example: memdecay demo --tiers --html
-    tiers.html
+    With --tiers it is the full cache, memdecay with tiers and memdecay: what loses its place among
+    the tokens of the budget stays in the cache at 4 bits, as many tokens again unless --quantized
+    says otherwise; what loses that place too goes to memory, and comes back when it is asked for.
+    At the end each is asked for a fact that memdecay forgot, so that the page shows what comes
+    back. For example: memdecay demo --tiers --html tiers.html
     """
     asked = parse_budget(budget)
+    wanted = _options.asked_tiers(tiers, quantized, bits, otherwise=asked.text)
     _terminal.check_output(html, "--html")
     names = TIERED if tiers else POLICIES
     made = _options.policies([name.removesuffix(_options.WITH_TIERS) for name in names])
     chosen = {name: made[name.removesuffix(_options.WITH_TIERS)] for name in names}
+    _options.check_precision(wanted, asked, made[DEFAULT_POLICY])
     with _terminal.results(as_json):
-        result, page = play_demo(asked, model, chosen)
+        result, page = play_demo(asked, model, chosen, wanted)
         _terminal.write_file(html, page)
     result["html"] = str(html)
     if as_json:
@@ -78,9 +84,7 @@ def _show(result: dict[str, Any]) -> None:
     console.print(_look.region_bars(console, reports))
     console.print()
     peaks = _look.titled("Peak KV cache")
-    tiered = any(result["tiers"].values())
-    columns = ["policy", "tokens", "memory", "right"]
-    for column in [*columns, *(["tokens outside", "pages back"] if tiered else [])]:
+    for column in ("policy", "tokens", "memory", "right"):
         peaks.add_column(column, justify="left" if column == "policy" else "right")
     for policy in policies:
         answers = [a for a in result["answers"] if a["policy"] == policy]
@@ -89,16 +93,15 @@ def _show(result: dict[str, Any]) -> None:
             f"{result['peak_resident_tokens'][policy]:,}",
             _look.megabytes(result["peak_kv_bytes"][policy]),
             f"{sum(a['correct'] for a in answers)} of {len(answers)}",
-            *(_look.tiers(result["tiers"][policy]) if tiered else ()),
         )
     console.print(peaks)
+    for policy, report in result["tiers"].items():
+        if report is not None:
+            console.print()
+            console.print(_look.tiers(policy, report, result["bits"]))
     if result["asked"] is not None:
-        asked = result["asked"]
-        console.print(
-            f"\nAsked at the end: {escape(asked['question'])} "
-            f"{asked['came_back']:,} pages came back for it, "
-            f"{'the fact' if asked['fact'] else 'but not the fact'} among them."
-        )
+        question = result["asked"]["question"]
+        console.print(f"\nAsked at the end: {escape(question)} {back_for(result)}")
     console.print(f"\nThe cache over time is in [bold]{escape(result['html'])}[/].")
 
 

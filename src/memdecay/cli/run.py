@@ -41,6 +41,8 @@ def run(
         int | None, typer.Option(min=1, help="Stop after this many turns.")
     ] = None,
     tiers: _options.TiersFlag = False,
+    quantized: _options.QuantizedText = None,
+    bits: _options.Bits = None,
     as_json: _options.Json = False,
 ) -> None:
     """Replay a trace turn by turn under a budget, the recorded assistant turns teacher-forced.
@@ -51,12 +53,14 @@ def run(
     one, as decode steps, as if the model were writing them.
 
     With --tiers the policy is also replayed with tiers: what it evicts stays in memory and comes
-    back for what asks for it, in the same budget. For example: memdecay run trace.json --tiers
-    --html run.html
+    back for what asks for it, in the same budget. With --quantized so many tokens more stay in the
+    cache at 4 bits before they go to memory; the budget is then of those at full precision. For
+    example: memdecay run trace.json --tiers --quantized 25% --html run.html
     """
     from memdecay.prompt import load_trace
 
     asked = parse_budget(budget)
+    wanted = _options.asked_tiers(tiers, quantized, bits)
     if clock not in ("steps", "tokens"):
         raise MemDecayError(f"--clock is {clock!r}, but must be steps or tokens.")
     _terminal.check_output(html, "--html")
@@ -64,6 +68,7 @@ def run(
     policies = _options.policies([policy, *others])
     if tiers:
         _options.check_tiers(policies[policy])
+        _options.check_precision(wanted, asked, policies[policy])
         policies = {f"{policy}{_options.WITH_TIERS}": policies[policy], **policies}
     request = Request(
         trace=load_trace(trace),
@@ -75,6 +80,7 @@ def run(
         clock=clock,
         max_tokens=max_tokens,
         max_turns=max_turns,
+        tiers=wanted,
     )
     with _terminal.results(as_json):
         result, page = run_trace(request, want_page=html is not None)
@@ -102,9 +108,7 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(_look.region_bars(console, {one["policy"]: one for one in everyone}))
     console.print()
     table = _look.titled("Against the full cache")
-    tiered = any(one["tiers"] for one in everyone)
-    columns = ["policy", "peak tokens", "peak KV", "Δ NLL / token", "same top token", "time"]
-    for column in [*columns, *(["tokens outside", "pages back"] if tiered else [])]:
+    for column in ("policy", "peak tokens", "peak KV", "Δ NLL / token", "same top token", "time"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for one in everyone:
         table.add_row(
@@ -114,9 +118,11 @@ def _show(result: Mapping[str, Any]) -> None:
             _look.signed(one["delta_nll_per_token"]),
             _look.percent(one["top1_agreement"]),
             f"{one['seconds']:.0f} s",
-            *(_look.tiers(one["tiers"]) if tiered else ()),
         )
     console.print(table)
+    if result["tiers"] is not None:
+        console.print()
+        console.print(_look.tiers(result["policy"], result["tiers"], result["bits"]))
     for note in result["notes"]:
         console.print(Text(f"\nNote: {note}", style="yellow"))
     if "html" in result:

@@ -34,7 +34,8 @@ def traces(
         str,
         typer.Option(
             "--policies",
-            help="Names with commas, -tiers after one for tiers; the full cache is always read.",
+            help="Names with commas, -tiers, -tiers-graded or -tiers-int4 after one for tiers; "
+            "the full cache is always read.",
         ),
     ] = f"{DEFAULT_POLICY},streaming,h2o",
     budgets: Annotated[
@@ -123,14 +124,13 @@ def _policies(names: Sequence[str]) -> list[Policy | TieredPolicy]:
         StudyError: a policy cannot have tiers.
     """
     from memdecay.policy.registry import available
-    from memdecay.study.trace_play import WITH_TIERS, TieredPolicy
+    from memdecay.study.trace_play import plain_name, with_tiers
 
     found: list[Policy | TieredPolicy] = []
     for name in dict.fromkeys(names):
-        tiered = name.endswith(WITH_TIERS) and name not in available()
-        plain = name.removesuffix(WITH_TIERS) if tiered else name
+        plain = name if name in available() else plain_name(name)
         policy = _options.policies([plain])[plain]
-        found.append(TieredPolicy(policy) if tiered else policy)
+        found.append(policy if plain == name else with_tiers(policy, name.removeprefix(plain)))
     return found
 
 

@@ -180,9 +180,10 @@ class MemDecayCache(AttachedCache):
 
     Whoever keeps what is evicted elsewhere sets `on_forget`: it is called with the row and the
     tokens before the budget evicts them; and `on_rollback`, called with how many tokens of the
-    sequence are left. Where all layers slide, what leaves the window is not given away. Whoever
-    exchanges tokens between decode steps sets `on_step`: it is called with how many tokens are to
-    come, before room is made for them.
+    sequence are left. `on_lower` is called with tokens at full precision before they become codes,
+    in a cache with `full_precision`. Where all layers slide, what leaves the window is not given
+    away. Whoever exchanges tokens between decode steps sets `on_step`: it is called with how many
+    tokens are to come, before room is made for them.
 
     `recall_heads` are the (layer, query head) by which what was evicted can be found again, from
     the profile or known for the model: those of `recall`, or else those of evidence, which find
@@ -206,7 +207,8 @@ class MemDecayCache(AttachedCache):
         full_precision: of the tokens kept, so many at most are at full precision; the others are
             still attended to, at `bits` bits (`GradedCache`). None for all of them.
         bits: 4 or 8.
-        group_size: tokens that go down together, at least: their keys share a scale a channel.
+        group_size: neighbours that go down together, if they may: their keys share a scale a
+            channel. Groups have from half of that to one and a half times as many.
         full_regions: names of regions whose tokens never go down; those that the profile pins if
             None. If there is no room for them at full precision, they are evicted.
 
@@ -313,6 +315,7 @@ class MemDecayCache(AttachedCache):
         self.on_observe: Callable[[int, Tensor, Tensor], None] | None = None
         self.on_heads: Callable[[int, Tensor], None] | None = None
         self.on_forget: Callable[[int, Moved], None] | None = None
+        self.on_lower: Callable[[Moved], None] | None = None
         self.on_rollback: Callable[[int], None] | None = None
         self.on_queries: Callable[[int, Tensor], None] | None = None
         self.on_step: Callable[[int], None] | None = None
@@ -640,6 +643,12 @@ class MemDecayCache(AttachedCache):
 
     def spare_full(self, count: int) -> None:
         """Make room at full precision for so many more tokens, where not all have it anyway."""
+
+    def lower(self, positions: Tensor) -> None:
+        """Let tokens go down to fewer bits, where there are such."""
+
+    def drop_codes(self, positions: Tensor) -> None:
+        """Evict tokens that are codes, where there are such."""
 
     @property
     def bits_an_element(self) -> float | None:
@@ -1405,7 +1414,8 @@ class MemDecayCache(AttachedCache):
         other._labels, other._slabs = [], {}
         other._running = other._repeating = other._rollback_point = None
         other.on_evict = other.on_observe = other.on_heads = None
-        other.on_forget = other.on_rollback = other.on_queries = other.on_step = None
+        other.on_forget = other.on_lower = other.on_rollback = None
+        other.on_queries = other.on_step = None
         other.listened = Watch((), self.layout)
         return other
 

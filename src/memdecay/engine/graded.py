@@ -15,6 +15,7 @@ scales of the group, whatever leaves it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -486,11 +487,29 @@ def quantized(numbers: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Te
     return codes, low, step
 
 
-def balanced(count: int, size: int) -> list[int]:
-    """Return the sizes of groups of at least `size` for `count` tokens; one group if too few."""
-    groups = max(1, count // size)
-    small, large = divmod(count, groups)
-    return [small + 1] * large + [small] * (groups - large)
+def groups_of(positions: Tensor, size: int) -> list[int]:
+    """Return the sizes of groups of tokens, each of at most `size` that are near each other.
+
+    A group ends before a token that is `2 * size` or more after its first one, unless that leaves
+    it less than half full: scales are worth their bytes only for enough tokens. So the last group
+    may have to take in what is left.
+
+    Args:
+        positions: (n,) int64, ascending.
+        size: of a full group.
+    """
+    groups: list[int] = []
+    start = 0
+    for at in positions.tolist():
+        near = groups and (at - start < 2 * size or groups[-1] < size / 2)
+        if near and groups[-1] < size:
+            groups[-1] += 1
+        else:
+            groups.append(1)
+            start = at
+    if len(groups) > 1 and groups[-1] < size / 2:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return groups
 
 
 def _rounded(numbers: Tensor, towards: float) -> Tensor:
@@ -502,8 +521,8 @@ def _rounded(numbers: Tensor, towards: float) -> Tensor:
 
 def _alike(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Give (how many, size) of groups of one size that follow each other."""
-    for size in dict.fromkeys(sizes):
-        yield sizes.count(size), size
+    for size, same in itertools.groupby(sizes):
+        yield len([*same]), size
 
 
 def _grown(entries: Tensor, room: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memdecay.engine.cache import MemDecayCache, _lasting
 from memdecay.engine.forward import Forward
-from memdecay.engine.graded import GradedPool, GradedTable, balanced
+from memdecay.engine.graded import GradedPool, GradedTable, groups_of
 from memdecay.engine.interrupts import uninterrupted
 from memdecay.engine.ledger import Ledger
 from memdecay.engine.moving import Moved, check_back, movable
@@ -28,15 +28,16 @@ class GradedCache(MemDecayCache):
     """A `MemDecayCache` of one sequence, of which at most `full_precision` tokens are as they were.
 
     The others are codes that attention reads as what they stand for. When there are more, those
-    that the policy would evict first go down, in groups of `group_size` or a little more; never
-    back up. What stays: what pins keep, the pages of `full_regions`, the newest page, and as long
-    as there is something else, what the policy protects. A token that was coded before it was
-    pinned stays coded. Pages of `full_regions` for which there is no room at full precision leave
-    the cache, even where it has no budget.
+    that the policy likes least go down, by neighbours in groups of about `group_size`; never back
+    up on their own. What stays: what pins keep, the pages of `full_regions`, the newest page, and
+    as long as there is something else, what the policy protects. A token that was coded before it
+    was pinned stays coded. Pages of `full_regions` for which there is no room at full precision
+    leave the cache, even where it has no budget.
 
     What leaves the cache (`take`, `on_forget`, a branch) is what its codes stand for, at full
     precision. If it comes back, it is at full precision until it goes down again; then its new
-    codes stand for what the old ones did to within half a step.
+    codes stand for what the old ones did to within half a step. Whoever keeps exact copies is told
+    by `on_lower` of what goes down, and puts them back in exchange for the codes (`drop_codes`).
 
     Raises:
         ModelError: a layer of the model has a sliding window.
@@ -262,7 +263,8 @@ class GradedCache(MemDecayCache):
         self._release_queries()
         page, free = ledger["page_index"], ~others
         stays = ~torch.isin(page, page[free])
-        gone = ledger.plan_down(excess, excess, self.clock_of(ledger), full=free, stays=stays)
+        clock, span = self.clock_of(ledger), self.page_size
+        gone = ledger.plan_down(excess, excess, clock, full=free, stays=stays, span=span)
         self._forget(0, torch.isin(page, page[gone]))
 
     # Going down
@@ -287,6 +289,7 @@ class GradedCache(MemDecayCache):
                     self.clock_of(ledger),
                     full=full,
                     stays=stays,
+                    span=self.group_size,
                 )
             )
         for pool in self.graded_pools():
@@ -298,8 +301,10 @@ class GradedCache(MemDecayCache):
         ledger, table = self.ledgers[0], self.graded
         slots = down.nonzero().flatten()
         slots = slots[ledger["position"].index_select(0, slots).argsort()]
-        sizes = balanced(len(slots), self.group_size)
+        sizes = groups_of(ledger["position"][slots], self.group_size)
         made = [pool.made(slots, sizes) for pool in self.graded_pools()]  # what fails, fails here
+        if self.on_lower is not None:
+            self.on_lower(self._copied(down))
         coded, groups = table.coded, len(table.sizes)
         for pool in self.graded_pools():
             pool.reserve(coded + len(slots), groups + len(sizes), table.capacity)
@@ -308,6 +313,43 @@ class GradedCache(MemDecayCache):
             pool.lower(codes, left, coded, groups)
         ledger.move(Move(0, len(order), order=order))
         self.lowered_tokens += len(slots)
+
+    @uninterrupted
+    @_lasting
+    def lower(self, positions: Tensor) -> None:
+        """Let tokens go down that are at full precision and may; others are passed over.
+
+        Args:
+            positions: `(n,)` int64, true positions.
+        """
+        ledger = self.ledgers[0]
+        held, newest = self._stays(ledger)
+        down = torch.isin(ledger["position"], positions.to(ledger.device)) & ~held & ~newest
+        down[: self.graded.coded] = False
+        if bool(down.any()):
+            self._release_queries()
+            self._lower(down)
+
+    @uninterrupted
+    @_lasting
+    def drop_codes(self, positions: Tensor) -> None:
+        """Evict tokens that are codes, pinned or not, for whoever puts exact copies back at once.
+
+        Neither `on_forget` nor `on_evict` is called.
+
+        Args:
+            positions: `(n,)` int64, true positions; those that are no codes are passed over.
+        """
+        ledger = movable(self)
+        gone = torch.isin(ledger["position"], positions.to(ledger.device))
+        gone[self.graded.coded :] = False
+        if bool(gone.any()):
+            self._release_queries()
+            told, self.on_evict = self.on_evict, None
+            try:
+                self._drop(0, gone)
+            finally:
+                self.on_evict = told
 
     @_lasting
     def replay_room(self, prompt: int, wanted: int) -> int:

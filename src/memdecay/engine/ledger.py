@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memdecay.engine.slots import Move
+from memdecay.errors import BudgetError
 from memdecay.policy import Policy, Tokens
 from memdecay.policy.pages import (
     check_bounded,
@@ -20,7 +21,6 @@ from memdecay.policy.pages import (
     page_scores,
     pages_of,
     plan_eviction,
-    select,
 )
 from memdecay.regions import Profile
 
@@ -497,11 +497,13 @@ class Ledger:
         )
 
     def plan_down(
-        self, need: int, wanted: int, now: float, *, full: Tensor, stays: Tensor
+        self, need: int, wanted: int, now: float, *, full: Tensor, stays: Tensor, span: int
     ) -> Tensor:
         """Return (kv_len,) bool, the tokens to keep at fewer bits from now on; nothing changes.
 
-        They are those that `plan` would evict first, by whole pages, of what is at full precision.
+        Neighbours go down together, as keys that are turned alike lie closer to each other: of what
+        is at full precision and may go, `span` neighbours are a page, and the pages with the lowest
+        score go first, the last of them in part.
 
         Args:
             need: tokens that must go down.
@@ -509,6 +511,7 @@ class Ledger:
             now: clock reading.
             full: (kv_len,) bool, tokens at full precision.
             stays: (kv_len,) bool, tokens whose pages stay as they are.
+            span: neighbours that go together.
 
         Raises:
             BudgetError: too few may go down.
@@ -517,18 +520,35 @@ class Ledger:
         policy, tokens, index = self.policy, self.tokens(now), self["page_index"]
         check_bounded(policy)
         score = check_score(policy, policy.score(tokens, self.profile), tokens.position.shape)
-        page_score = page_scores(score, index, self.num_pages)
-        check_finite(policy, page_score)
-        sizes = torch.bincount(index[full], minlength=self.num_pages)
-        held = pages_of(stays, index, self.num_pages) | (sizes == 0)
+        check_finite(policy, score)
+        free = full & ~pages_of(stays, index, self.num_pages)[index]
         preferred = policy.protected(tokens, self.profile)
-        last = held if preferred is None else held | pages_of(preferred, index, self.num_pages)
-        free = int(sizes.masked_fill(last, 0).sum())
-        if free >= need:
-            pages = select(page_score, sizes, last, min(wanted, free))
-        else:
-            pages = ~last | select(page_score, sizes, held | ~last, need - free)
-        return pages[index] & full
+        if preferred is None:
+            preferred = torch.zeros_like(free)
+        first = free & ~preferred
+        spare = int(first.sum())
+        if spare >= need:
+            return self._worst(score, first, min(wanted, spare), span)
+        return first | self._worst(score, free & preferred, need - spare, span)
+
+    def _worst(self, score: Tensor, free: Tensor, count: int, span: int) -> Tensor:
+        """Return (kv_len,) bool, so many of the tokens `free`, worst neighbours first.
+
+        Raises:
+            BudgetError: there are fewer.
+        """
+        chosen = torch.zeros_like(free)
+        if count <= 0:
+            return chosen
+        slots = free.nonzero().flatten()
+        slots = slots[self["position"][slots].argsort()]
+        if len(slots) < count:
+            raise BudgetError(f"{count} tokens must go down to fewer bits, but {len(slots)} may.")
+        pages, index = (self["position"][slots] // span).unique(return_inverse=True)
+        worth = page_scores(score[slots], index, len(pages))
+        order = worth[index].sort(stable=True).indices
+        chosen[slots[order[:count]]] = True
+        return chosen
 
     def page_score(self, now: float) -> Tensor:
         """Return (num_pages,) float64, the mean score of each page, equation (5)."""

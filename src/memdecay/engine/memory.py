@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from memdecay.engine.report import TierReport
 
 
-RESIDENT, LOST = "resident", "lost"
-"""Where tokens are that are in the cache, and those that are nowhere; tiers are in between."""
+RESIDENT, QUANTIZED, LOST = "resident", "quantized", "lost"
+"""Where tokens are that are in the cache, at full precision or at fewer bits, and those that are
+nowhere; tiers are in between."""
 
 
 class Memory(Protocol):

@@ -91,12 +91,13 @@ class TierReport:
 
     Args:
         tokens: "resident" (in the cache at full precision), "quantized" (in it at fewer bits),
-            "host" and "disk" -> tokens there.
+            "host" and "disk" -> tokens there; and "copies", of how many quantized ones an exact
+            copy is in memory or on disk.
         bytes: the same -> bytes: resident those allocated for keys and values, quantized those
-            for codes and their scales, host and disk those of the pages there; "scratch", in which
-            attention puts the codes of one layer together; "fetched", pages on disk that are in
-            memory too, as they may come back soon; and "summaries", by which pages outside are
-            found. Copies of a session share the bytes of pages, and each counts them.
+            for codes and their scales, host and disk those of the pages there, copies too;
+            "scratch", in which attention puts the codes of one layer together; "fetched", pages on
+            disk that are in memory too, as they may come back soon; and "summaries", by which pages
+            outside are found. Copies of a session share the bytes of pages, and each counts them.
         moved_down: pages, or parts of them, that went from the cache to a tier or from memory to
             disk, however often.
         came_back: pages that came back into the budget, likewise.

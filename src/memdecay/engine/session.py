@@ -392,7 +392,8 @@ class Session:
         """Return the life of every page, as plain JSON values.
 
         With tiers each page has its `moves` too: [index of the event, where it went then], which is
-        "host", "disk", "lost", or "resident" when it came back.
+        "host", "disk", "lost", "quantized" when at least half of it went to fewer bits, or
+        "resident" when it came back.
 
         Raises:
             SessionError: the session was made without `record_timeline=True`, or was loaded.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from memdecay.engine.cache import Evicted, MemDecayCache
-from memdecay.engine.memory import LOST, RESIDENT, Memory
+from memdecay.engine.memory import LOST, QUANTIZED, RESIDENT, Memory
 
+_INSIDE = (RESIDENT, QUANTIZED)
 _MOST_SNAPSHOTS = 200
 _MOST_SCORES = 500_000
 """Page scores in all snapshots together; single tokens as pages make large ones."""
@@ -36,6 +37,8 @@ class TimelineRecorder:
         self._stride = 1
         self._looked = 0  # the newest page that was looked at: earlier ones do not grow
         self._held = torch.empty(0, dtype=torch.int64)
+        self._coded: set[int] = set()  # pages of which most is at fewer bits
+        self._lower = 0  # tokens that were when that was noted
         self._refreshed: set[int] = set()
         self._steps = cache.steps
         self.turn = 0
@@ -120,6 +123,8 @@ class TimelineRecorder:
             }
         )
         self._look()
+        if kind not in ("prefill", "decode") or self._cache.coded_tokens != self._lower:
+            self._grade()
         if (len(self._events) - 1) % self._stride == 0:
             self._snapshot()
 
@@ -135,8 +140,11 @@ class TimelineRecorder:
         if self._memory is not None:
             self._begins(page, ledger["position"])
         for number, kinds in _counted(both).items():
-            life = self._life(number, max(len(self._events) - 1, 0))
+            event = max(len(self._events) - 1, 0)
+            life = self._life(number, event)
             life.update(counts=kinds, tokens=sum(kinds.values()), evicted=None)
+            if _tier(life) not in _INSIDE:  # it went on growing
+                self._place(number, event, self._inside(number))
         self._looked = ledger.latest_page
         held = page[ledger.held()].unique()
         if everywhere or not torch.equal(held, self._held):
@@ -144,6 +152,32 @@ class TimelineRecorder:
             for number in page.unique().tolist():
                 if number in self._pages:
                     self._pages[number]["pinned"] = number in pages
+
+    def _grade(self) -> None:
+        """Note which pages went to fewer bits since the last event, or are no longer there."""
+        if self._memory is None:
+            return
+        before, self._coded = self._coded, self._at_fewer_bits()
+        self._lower = self._cache.coded_tokens
+        changed = before ^ self._coded
+        kept = self._kept() if changed else set()
+        for page in changed & kept:
+            self._place(page, len(self._events) - 1, self._inside(page))
+
+    def _at_fewer_bits(self) -> set[int]:
+        """Return the pages of whose kept tokens at least half are at fewer bits."""
+        coded = self._cache.coded_tokens
+        if not coded:
+            return set()
+        page = self._cache.ledgers[0]["page"]  # of codes first
+        lower, count = page[:coded].unique(return_counts=True)
+        pages, kept = page.unique(return_counts=True)
+        kept = kept[torch.searchsorted(pages, lower)]
+        return set(lower[2 * count >= kept].tolist())
+
+    def _inside(self, page: int) -> str:
+        """Return where a page is of which some is in the cache."""
+        return QUANTIZED if page in self._coded else RESIDENT
 
     def _snapshot(self) -> None:
         ledger = self._cache.ledgers[0]
@@ -237,10 +271,8 @@ class TimelineRecorder:
             self._below.update(dict.fromkeys(pages, tier))
             return
         self._event("recall")
-        kept = self._kept()
-        for page in pages:
-            if page in kept:
-                self._place(page, len(self._events) - 1, RESIDENT)
+        for page in self._kept():  # of some only a part came back, and not the first token
+            self._place(page, len(self._events) - 1, self._inside(page))
 
     def _place(self, page: int, event: int, tier: str) -> None:
         """Note that a page is in a tier from an event on."""
@@ -252,15 +284,17 @@ class TimelineRecorder:
             moves.pop()
         if _tier(life) != tier:
             moves.append([event, tier])
-        away = [at for (at, to), before in _pairs(moves) if before == RESIDENT and to != RESIDENT]
-        life["evicted"] = away[-1] if _tier(life) != RESIDENT else None
+        away = [at for (at, to), before in _pairs(moves) if before in _INSIDE and to not in _INSIDE]
+        life["evicted"] = away[-1] if _tier(life) not in _INSIDE else None
 
     def _misplaced(self) -> dict[int, str]:
         """Return the pages that are not where their last move says, and where they are."""
         assert self._memory is not None
         kept, found = self._kept(), {}
+        self._coded = self._at_fewer_bits()
         for page, life in self._pages.items():
-            tier = RESIDENT if page in kept else self._memory.tier_of(self._first[page]) or LOST
+            outside = None if page in kept else self._memory.tier_of(self._first[page]) or LOST
+            tier = outside or self._inside(page)
             if tier != _tier(life):
                 found[page] = tier
         return found

@@ -95,6 +95,7 @@ class Share:
         system: answers in the system region.
         system_full: the full cache's answers to the same probes.
         system_probes: how many these are.
+        answers_full: the full cache's answers to `probes`; NaN if they were not counted.
     """
 
     value: float
@@ -104,6 +105,7 @@ class Share:
     system: float
     system_full: float
     system_probes: int
+    answers_full: float = math.nan
 
     @property
     def at_ceiling(self) -> bool:

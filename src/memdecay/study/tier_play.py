@@ -36,7 +36,8 @@ SEEDS = (0, 1, 2)
 """Of pages that are brought back at random."""
 HEADS, RANDOM, ORACLE = "heads", "random", "oracle"
 
-_GRADED = {"quantized": None, "bits": 4, "host": 0}
+_ALL_CODED = {"quantized": None, "bits": 4}
+"""Everything that is not at full precision stays in the cache, at 4 bits."""
 _Order = Callable[[Tensor, Sequence[int]], Sequence[int]]
 
 
@@ -54,6 +55,8 @@ class TierCondition:
             the episode is read it is the heads for all of them.
         seed: of a random choice.
         pins: whether regions that the profile pins stay as they are.
+        quantized: how many more of the context's tokens may be kept at fewer bits, as a share;
+            None for what `tiers` says.
     """
 
     name: str
@@ -63,26 +66,39 @@ class TierCondition:
     choice: str = HEADS
     seed: int = 0
     pins: bool = True
+    quantized: float | None = None
 
     def to_json(self) -> str:
-        """Return all that decides, as JSON."""
+        """Return all that decides, as JSON; what was added to it later only where it is used."""
         about = {**dataclasses.asdict(self), "score_chunk": CHUNK}
         del about["name"], about["share"]
+        if self.pins:
+            del about["pins"]
+        if self.quantized is None:
+            del about["quantized"]
         return json.dumps(about, sort_keys=True)
+
+    def settings(self, seq_len: int) -> Tiers | None:
+        """Return the tiers of a session that reads so many tokens, None for one without."""
+        if self.tiers is None:
+            return None
+        if self.quantized is None:
+            return Tiers(**self.tiers)
+        return Tiers(**self.tiers, quantized=budget_tokens(self.quantized, seq_len))
 
     @property
     def reading(self) -> str:
         """What is equal for conditions that read an episode in one session."""
-        return json.dumps([self.policy, self.tiers, self.share, self.pins], sort_keys=True)
-
-
-def graded_tiers() -> bool:
-    """Whether `Tiers` can keep tokens at fewer bits inside the cache."""
-    return {"quantized", "bits"} <= {one.name for one in dataclasses.fields(Tiers)}
+        decides = [self.policy, self.tiers, self.share, self.pins, self.quantized]
+        return json.dumps(decides, sort_keys=True)
 
 
 def tier_conditions(tier: str) -> tuple[TierCondition, ...]:
-    """Return what is compared on a tier: the full cache, dropping, tiers, and their bounds."""
+    """Return what is compared on a tier: the full cache, dropping, tiers, and their bounds.
+
+    `memdecay-tiers` has two tiers, full precision and memory; the graded ones have 4 bits between
+    them, and the last two have 4 bits for all that is not at full precision.
+    """
     shares = (0.25, 0.125) if tier == "long" else (0.25,)
     chosen = [TierCondition("full", 1.0, policy="full")]
     for share in shares:
@@ -95,10 +111,25 @@ def tier_conditions(tier: str) -> tuple[TierCondition, ...]:
             TierCondition("memdecay-tiers-random", share, tiers={}, choice=RANDOM, seed=seed)
             for seed in SEEDS
         ]
-    if graded_tiers():
-        # An eighth of a short episode cannot hold its pins, so they may go to 4 bits there.
-        pins = tier != "short"
-        chosen.append(TierCondition("memdecay-tiers-int4", 0.125, tiers=_GRADED, pins=pins))
+    bits = {"bits": 4}
+    chosen += [
+        TierCondition("memdecay-tiers-graded", 0.25, tiers=bits, quantized=0.25),
+        # Together a quarter of the bytes of the full cache or less. A group of which tokens have
+        # left keeps its scales, so that a number at 4 bits took about 5.7 on the long tier, and 7
+        # on the short one, which has few groups.
+        TierCondition(
+            "memdecay-tiers-graded-bytes",
+            0.19,
+            tiers=bits,
+            quantized=0.13 if tier == "short" else 0.16,
+        ),
+    ]
+    # An eighth of a short episode cannot hold its pins, so they may go to 4 bits there.
+    pins = tier != "short"
+    chosen += [
+        TierCondition("memdecay-tiers-int4", 0.125, tiers={**_ALL_CODED, "host": 0}, pins=pins),
+        TierCondition("memdecay-tiers-int4-recall", 0.125, tiers=_ALL_CODED, pins=pins),
+    ]
     return tuple(chosen)
 
 
@@ -198,7 +229,7 @@ def read(
         budget=budget,
         policy=condition.policy,
         profile=profile if condition.pins else unpinned(profile),
-        tiers=None if condition.tiers is None else Tiers(**condition.tiers),
+        tiers=condition.settings(recording.seq_len),
     )
     try:
         for stage in recording.episode.stages:
@@ -229,16 +260,24 @@ def ask(
     new = len(after.append(question)) + len(after.generation_prompt())
     new += max(answers.MAX_NEW_TOKENS, len(probe.gold))
     most = budget_tokens(condition.share, recording.seq_len)
+    full = every = new
     while True:
         fork = session.fork()
         try:
-            _widen(fork.cache, new)
+            _widen(fork.cache, full, every)
             _choose_by(fork, order)
             fork.append(question)
             kept = _kept(fork.cache, recording.seq_len)
-            if len(kept) > most:  # what came back took room that was meant for the answer
-                new -= len(kept) - most
+            over = len(kept) - most
+            if over > 0:  # what came back took room that was meant for the answer
+                full, every = full - over, every - over
                 continue
+            if condition.quantized is not None:
+                coded = budget_tokens(condition.quantized, recording.seq_len)
+                over += _coded(fork.cache, recording.seq_len) - coded
+                if over > 0:  # likewise, at fewer bits
+                    every -= over
+                    continue
             logprob = _gold_logprob(fork, probe.gold)
             told = _told(fork, kept, recording.seq_len)
             text = fork.generate(max_new_tokens=answers.MAX_NEW_TOKENS).text
@@ -254,12 +293,12 @@ def ask(
         }
 
 
-def _widen(cache: MemDecayCache, tokens: int) -> None:
-    """Let a cache hold more tokens, those at full precision if others are not."""
+def _widen(cache: MemDecayCache, full: int, every: int) -> None:
+    """Let a cache hold more tokens: at full precision, and of every precision together."""
     if cache.full_precision is not None:
-        cache.full_precision += tokens
+        cache.full_precision += full
     if cache.budget is not None:
-        cache.budget += tokens
+        cache.budget += every
 
 
 def _kept(cache: MemDecayCache, seq_len: int) -> Tensor:
@@ -268,10 +307,15 @@ def _kept(cache: MemDecayCache, seq_len: int) -> Tensor:
     return position[position < seq_len].sort().values.cpu()
 
 
+def _coded(cache: MemDecayCache, seq_len: int) -> int:
+    """Return how many tokens of the context are kept at fewer bits."""
+    return int((cache.ledgers[0]["position"][: cache.coded_tokens] < seq_len).sum())
+
+
 def _told(fork: Session, kept: Tensor, seq_len: int) -> dict[str, Any]:
     """Return what the context takes, in tokens and bytes."""
     cache, tiers = fork.cache, fork.report().tiers
-    coded = int((cache.ledgers[0]["position"][: cache.coded_tokens] < seq_len).sum())
+    coded = _coded(cache, seq_len)
     elements = sum(pool.kv.shape[2] * pool.kv.shape[4] for pool in cache.pools) * 2
     bits = 8.0 * len(kept) * cache.pools[0].kv.element_size()
     bits += coded * (cache.bits_an_element or 0)

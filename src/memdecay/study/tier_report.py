@@ -14,27 +14,33 @@ import pandas as pd
 from memdecay.errors import StudyError
 from memdecay.study import tables, trace_report
 from memdecay.study.cells import cells, identity
-from memdecay.study.document import Cell, Section, Table, interval, markdown, number, plural
+from memdecay.study.document import Cell, Section, Table, interval, listed, markdown, number, plural
 from memdecay.study.findings import Findings
 from memdecay.study.held_out import Share
 from memdecay.study.report import provenance
 from memdecay.study.rows import read_rows
 from memdecay.study.statistics import ALL, NON_SYSTEM, collapse, compare, intervals, summarise
+from memdecay.study.tier_play import tier_conditions
 from memdecay.study.tier_run import FOLDER, TIER_SCHEMA
 
-OURS, GRADED, DROPPED = "memdecay-tiers", "memdecay-tiers-int4", "memdecay"
+LADDER, OURS, DROPPED = "memdecay-tiers-graded", "memdecay-tiers", "memdecay"
+SAME_BYTES = "memdecay-tiers-graded-bytes"
+"""The ladder in about as many bytes as a quarter of the full cache takes."""
+CODED = ("memdecay-tiers-int4", "memdecay-tiers-int4-recall")
 BOUNDS = ("memdecay-tiers-random", "memdecay-tiers-oracle")
-ORDER = ("full", OURS, DROPPED, *BOUNDS, GRADED, "quantized-cache")
+ORDER = ("full", LADDER, SAME_BYTES, OURS, DROPPED, *BOUNDS, *CODED, "quantized-cache")
 """The policies, in the order of a table; others follow."""
 
-SHARE, GRADED_SHARE = 0.98, 0.95
+SHARE, CODED_SHARE = 0.98, 0.95
 """Recall to reach, as a share of the full cache's: in every region; and, where all else is at four
 bits, outside the system region."""
 LOGPROB = 0.05
 """How far from the full cache's the log-probability of right answers may be, as a share of it."""
 LOGPROB_MODEL = "smollm2"
 """The model that this is asked of, as it answers few questions at all."""
-BUDGET, GRADED_BUDGET = 0.25, 0.125
+BUDGET, CODED_BUDGET = 0.25, 0.125
+FEW = 2
+"""Where the full cache answers at most so many questions, a share of its answers is noise."""
 RISE = 0.1
 """On recorded traces: at most this much of the rise in NLL of the same budget without tiers."""
 
@@ -73,13 +79,29 @@ def read(folders: Sequence[Path]) -> list[Findings]:
     """
     found: dict[str, Findings] = {}
     for folder in folders:
-        rows = read_rows(folder, (FOLDER,), TIER_SCHEMA)
+        rows = _of_one_condition(read_rows(folder, (FOLDER,), TIER_SCHEMA))
         name, _ = identity(rows)
         if name in found:
             raise StudyError(f"Two folders hold rows of the setting {name!r}; give one of them.")
         probes = collapse(rows)
         found[name] = Findings(rows, probes, summarise(probes), pd.DataFrame())
     return [*found.values()]
+
+
+def _of_one_condition(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of which those of a policy and budget are of what its name stands for now.
+
+    Rows of what it stood for earlier are left out where there are newer ones.
+    """
+    now = {
+        (one.name, one.share, one.to_json())
+        for tier in set(rows["tier"])
+        for one in tier_conditions(str(tier))
+    }
+    columns = (rows[name] for name in ("policy", "budget", "condition"))
+    keys = list(zip(*columns, strict=True))
+    newer = {key[:2] for key in keys if key in now}
+    return rows[[key in now or key[:2] not in newer for key in keys]].reset_index(drop=True)
 
 
 def cells_json(settings: Sequence[Findings]) -> str:
@@ -122,6 +144,7 @@ def share(probes: pd.DataFrame, policy: str, budget: float, region: str) -> Shar
         system=float(pairs.loc[inside, "recall"].sum()),
         system_full=float(pairs.loc[inside, "recall_full"].sum()),
         system_probes=int(inside.sum()),
+        answers_full=float(pairs.loc[here, "recall_full"].sum()),
     )
 
 
@@ -140,12 +163,13 @@ def goals(
     found = [goal for one in settings for goal in _recall_goals(one)]
     for name, rows in traces:
         for line in trace_report.rises(rows):
-            if line["policy"] != OURS:
+            if line["policy"] not in (LADDER, OURS, *CODED):
                 continue
             value, low, high = (trace_report.known(line[end]) for end in ("share", "low", "high"))
             found.append(
                 Goal(
-                    f"rise in NLL, as a share of that without tiers, at {line['budget']:.0%}",
+                    f"`{line['policy']}` at {line['budget']:.0%}: rise in NLL, as a share of that "
+                    "without tiers",
                     name,
                     f"≤ {RISE:g}",
                     f"{interval(value, low, high, 3)}, {plural(line['n'], 'trace')}",
@@ -169,18 +193,20 @@ def goals(
 
 def _recall_goals(one: Findings) -> list[Goal]:
     probes, found = one.probes, []
-    if ((probes["policy"] == OURS) & (probes["budget"] == BUDGET)).any():
+    for policy in (LADDER, OURS):
+        if not ((probes["policy"] == policy) & (probes["budget"] == BUDGET)).any():
+            continue
         for region in tables.REGIONS:
-            part = share(probes, OURS, BUDGET, region)
+            part = share(probes, policy, BUDGET, region)
             if part.probes:
-                what = f"`{OURS}` at {BUDGET:.0%}: recall of {region} facts, as a share of full's"
+                what = f"`{policy}` at {BUDGET:.0%}: recall of {region} facts, as a share of full's"
                 found.append(_goal(what, one.name, part, SHARE))
         if LOGPROB_MODEL in one.model:
-            ours, full = (_logprob(probes, name) for name in (OURS, "full"))
+            ours, full = _logprobs(probes, policy)
             off = ours / full - 1 if full else math.nan
             found.append(
                 Goal(
-                    f"`{OURS}` at {BUDGET:.0%}: log-probability of right answers, from full's",
+                    f"`{policy}` at {BUDGET:.0%}: log-probability of right answers, from full's",
                     one.name,
                     f"within {LOGPROB:.0%}",
                     f"{number(ours, 2)} against {number(full, 2)} nats, "
@@ -188,25 +214,29 @@ def _recall_goals(one: Findings) -> list[Goal]:
                     off <= LOGPROB + 1e-9,
                 )
             )
-    if (probes["policy"] == GRADED).any():
-        part = share(probes, GRADED, GRADED_BUDGET, NON_SYSTEM)
-        what = f"`{GRADED}`: recall outside the system region, as a share of full's"
-        found.append(_goal(what, one.name, part, GRADED_SHARE))
+    for policy in CODED:
+        if (probes["policy"] == policy).any():
+            part = share(probes, policy, CODED_BUDGET, NON_SYSTEM)
+            what = f"`{policy}`: recall outside the system region, as a share of full's"
+            found.append(_goal(what, one.name, part, CODED_SHARE))
     return found
 
 
 def _goal(what: str, where: str, part: Share, goal: float) -> Goal:
     found = f"{interval(part.value, part.low, part.high)}, {plural(part.probes, 'probe')}"
+    if part.answers_full <= FEW:
+        found += f", of which full answers {part.answers_full:g}"
+        found += ": noise" if part.answers_full else ""
     reached = None if math.isnan(part.value) else part.value > goal - 1e-9
     return Goal(what, where, f"≥ {goal:g}", found, reached)
 
 
-def _logprob(probes: pd.DataFrame, policy: str) -> float:
-    """Return the mean over the probes that the full cache and ours at a quarter were both asked."""
-    some = probes[(probes["policy"] == OURS) & (probes["budget"] == BUDGET)]
+def _logprobs(probes: pd.DataFrame, policy: str) -> tuple[float, float]:
+    """Return the means of a policy at a quarter and of the full cache, over the probes of both."""
+    some = probes[(probes["policy"] == policy) & (probes["budget"] == BUDGET)]
     whole = probes[probes["policy"] == "full"]
     pairs = some.merge(whole, on=_EPISODE, suffixes=("", "_full"), validate="one_to_one")
-    return float(pairs["gold_logprob" if policy == OURS else "gold_logprob_full"].mean())
+    return float(pairs["gold_logprob"].mean()), float(pairs["gold_logprob_full"].mean())
 
 
 def document(
@@ -221,20 +251,41 @@ def document(
         "precision; question and answer come on top, and no more of the context is kept when the "
         "answer begins. `full` keeps everything, `memdecay` drops what leaves the budget, "
         f"`{OURS}` keeps it in memory, where a turn brings back the pages that it asks for. "
+        f"`{LADDER}` has one step more on the way down: what leaves full precision stays in the "
+        "cache at 4 bits, as many tokens again as the budget, and only what leaves that too is in "
+        "memory alone. From both a turn brings back what it asks for, to full precision: of what "
+        "is at 4 bits memory has an exact copy."
+    )
+    room = (
+        f"**`{LADDER}` holds more bytes than the others at its budget**: what is at 4 bits takes "
+        "4.75 bits a number or more with its part of the scales, so that a quarter of the tokens "
+        "more adds at least 7% of the full cache's bytes to 25%. Each setting's table of bytes "
+        f"says what was held. `{SAME_BYTES}` is there for a comparison at as many bytes as a "
+        "quarter of the full cache takes: 19% of the tokens at full precision and 16% at 4 bits, "
+        "13% on the short tier. "
+        f"{_held(settings)}"
+    )
+    references = (
         f"`{BOUNDS[0]}` brings pages back at random (three seeds), `{BOUNDS[1]}` those that the "
         "question and its right answer attend to on the full cache: references for how well pages "
-        f"can be chosen, with the same room. `{GRADED}` keeps an eighth at full precision and the "
-        "rest at 4 bits inside the cache; `quantized-cache` is transformers' QuantizedCache, all "
-        "at 4 bits, from one prompt at full precision."
+        f"can be chosen, with the same room. `{CODED[0]}` keeps an eighth at full precision and "
+        f"the rest at 4 bits inside the cache, `{CODED[1]}` with exact copies in memory, of which "
+        "a turn brings back what it asks for; `quantized-cache` is transformers' QuantizedCache, "
+        "all at 4 bits, from one prompt at full precision."
     )
     how = (
         "Recall is the share of questions whose answer has the value in it; brackets are 95% "
         "percentile bootstraps over scenarios, and those of differences are paired and widened. "
-        "▲ and ▼ mark differences whose interval leaves 0 out."
+        "▲ and ▼ mark differences whose interval leaves 0 out. A share of the full cache's answers "
+        f"is noise where it answers {FEW} questions or fewer, and not known where it answers none; "
+        "such cells say so, or have a ~."
     )
     met = goals(settings, traces, costs)
     sections = [
-        Section("What was to be reached", (opening, how, *([_targets(met)] if met else ())))
+        Section(
+            "What was to be reached",
+            (opening, room, references, how, *([_targets(met)] if met else ())),
+        )
     ]
     sections += [Section(one.name, _setting(one)) for one in settings]
     for name, rows in traces:
@@ -243,6 +294,22 @@ def document(
         sections.append(Section("Cost", (_costs(costs),)))
     sections.append(Section("How it was made", (provenance(settings),)))
     return markdown("Tiers: what is evicted can come back", sections)
+
+
+def _held(settings: Sequence[Findings]) -> str:
+    """Return how many bytes the ladder in the bytes of a quarter took, in a sentence."""
+    parts = []
+    for one in settings:
+        mean = one.rows.groupby("policy")["resident_bytes"].mean()
+        if SAME_BYTES in mean and "full" in mean:
+            parts.append(float(mean[SAME_BYTES] / mean["full"]))
+    if not parts:
+        return "It was not run."
+    between = listed([number(end, 3) for end in dict.fromkeys((min(parts), max(parts)))], "to")
+    return (
+        f"It held {between} of the full cache's bytes, as means by setting: a group of which some "
+        "tokens have left keeps its scales, so that a number takes more than 4.75 bits."
+    )
 
 
 def _targets(met: Sequence[Goal]) -> Table:
@@ -275,7 +342,7 @@ def _setting(one: Findings) -> list[str | Table]:
     )
     blocks: list[str | Table] = [said, _recalls(one), _of_full(one)]
     for policy, budget in policies_of(one):
-        if policy in (OURS, GRADED):
+        if policy in (LADDER, SAME_BYTES, OURS, *CODED):
             table = _against(one, policy, budget)
             blocks += [table] if table.rows else []
     return [*blocks, _bytes(one)]
@@ -287,7 +354,7 @@ def _recalls(one: Findings) -> Table:
     for policy, budget in policies_of(one):
         outside = one.cell(policy, budget, NON_SYSTEM)
         whole = one.cell(policy, budget, ALL)
-        if policy in (OURS, GRADED):
+        if policy in (LADDER, OURS, *CODED):
             strong.add(len(lines))
         lines.append(
             [
@@ -324,20 +391,32 @@ def _of_full(one: Findings) -> Table:
     for policy, budget in policies_of(one):
         if policy != "full":
             parts = [share(one.probes, policy, budget, region) for region in regions]
-            values = [Cell(interval(p.value, p.low, p.high), p.value) for p in parts]
+            values = [
+                Cell(
+                    f"{'~ ' * (0 < p.answers_full <= FEW)}{interval(p.value, p.low, p.high)}",
+                    p.value,
+                )
+                for p in parts
+            ]
             lines.append([f"`{policy}`", f"{budget:.1%}", *values])
     return Table(
         f"{one.name}: recall as a share of the full cache's",
         ("policy", "#budget", *(f"#{region.replace('_', '-')} [95%]" for region in regions)),
         lines,
+        f"~: the full cache answers {FEW} or fewer of these questions, so this is noise.",
     )
 
 
 def _against(one: Findings, policy: str, budget: float) -> Table:
-    """Return how a policy stands against every other one at its budget, outside the system."""
-    here = one.probes[
-        (one.probes["region"] != "system")
-        & ((one.probes["budget"] == budget) | (one.probes["budget"] == 1))
+    """Return how a policy stands against every other one at its budget, outside the system.
+
+    The ladder in the bytes of a quarter is compared with what has a quarter.
+    """
+    probes = one.probes.copy()
+    probes.loc[probes["policy"] == SAME_BYTES, "budget"] = BUDGET
+    level = BUDGET if policy == SAME_BYTES else budget
+    here = probes[
+        (probes["region"] != "system") & ((probes["budget"] == level) | (probes["budget"] == 1))
     ]
     table = compare(here, policy)
     found = table[(table["region"] == NON_SYSTEM) & (table["fact_kind"] == ALL)]
@@ -358,8 +437,9 @@ def _against(one: Findings, policy: str, budget: float) -> Table:
                 str(int(line["n"])),
             ]
         )
+    other = "" if level == budget else f" at {level:.1%}"
     return Table(
-        f"{one.name}: `{policy}` at {budget:.1%} minus each, outside the system region",
+        f"{one.name}: `{policy}` at {budget:.1%} minus each{other}, outside the system region",
         (
             *("policy", "#recall [95%]", "#scenarios won / tied / lost", "#sign test, p"),
             *("#log p [95%]", "#probes"),
@@ -371,8 +451,9 @@ def _against(one: Findings, policy: str, budget: float) -> Table:
 def _bytes(one: Findings) -> Table:
     rows = one.rows[one.rows["resident_bytes"].notna()]
     full = rows.loc[rows["policy"] == "full", "resident_bytes"].mean()
+    rows = rows.assign(coded=rows["coded_tokens"] / rows["seq_len"])
     means = rows.groupby(["policy", "budget"])[
-        ["resident_bytes", "outside_bytes", "summary_bytes", "outside_tokens", "came_back"]
+        ["resident_bytes", "coded", "outside_bytes", "summary_bytes", "came_back"]
     ].mean()
     lines: list[list[str | Cell]] = []
     for policy, budget in policies_of(one):
@@ -389,22 +470,28 @@ def _bytes(one: Findings) -> Table:
                 f"{budget:.1%}",
                 _kib(resident),
                 Cell(f"{number(resident / full)}", resident / full) if full else "",
+                _percent(float(mean["coded"])),
                 _kib(outside),
                 _kib(known),
-                "" if math.isnan(part) else Cell(f"{100 * part:.1f}%", part),
+                _percent(part),
                 _count(float(mean["came_back"])),
             ]
         )
     return Table(
         f"{one.name}: bytes",
         (
-            *("policy", "#budget", "#resident, KiB", "#of full's", "#outside, KiB"),
-            *("#summaries, KiB", "#of what is outside", "#pages back"),
+            *("policy", "#budget", "#resident, KiB", "#of full's", "#tokens at fewer bits"),
+            *("#outside, KiB", "#summaries, KiB", "#of what is outside", "#pages back"),
         ),
         lines,
-        "Keys and values of the context while the answer begins, as means; pages that came back "
-        "since the first token.",
+        "Keys and values of the context while the answer begins, as means. Resident are those at "
+        "full precision and those at fewer bits, whose share of the context's tokens is told; "
+        "outside are exact copies of the latter too. Pages back: since the first token.",
     )
+
+
+def _percent(value: float) -> str | Cell:
+    return "" if math.isnan(value) else Cell(f"{100 * value:.1f}%", value)
 
 
 def _kib(value: float) -> str | Cell:

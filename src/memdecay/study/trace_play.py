@@ -27,8 +27,15 @@ from memdecay.tiers import Tiers
 
 _RESULTS = ("tool_out", "retrieval")
 """Regions that a message may name to be a tool's output, whatever its role."""
-WITH_TIERS = "-tiers"
-"""What the name of a policy ends with where its session has tiers."""
+WITH_TIERS, WITH_LADDER, WITH_CODES = "-tiers", "-tiers-graded", "-tiers-int4"
+"""What the name of a policy ends with where its session has tiers: memory below full precision;
+4 bits between the two; or 4 bits for all that is not at full precision, and nothing below."""
+ENDINGS: Mapping[str, tuple[Mapping[str, Any], float | None]] = {
+    WITH_LADDER: ({"bits": 4}, 1.0),
+    WITH_CODES: ({"quantized": None, "bits": 4, "host": 0}, None),
+    WITH_TIERS: ({}, None),
+}
+"""Ending -> arguments of `Tiers`, and `TieredPolicy.quantized`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,9 @@ class TieredPolicy:
     Args:
         policy: that evicts the same tokens from all heads.
         tiers: arguments of `Tiers`.
+        ending: of its name.
+        quantized: how many tokens may be kept at fewer bits, as a share of the budget, which those
+            at full precision have; None for what `tiers` says.
 
     Raises:
         StudyError: the policy cannot have tiers.
@@ -89,6 +99,8 @@ class TieredPolicy:
 
     policy: Policy
     tiers: Mapping[str, Any] = field(default_factory=dict)
+    ending: str = WITH_TIERS
+    quantized: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a policy that never evicts, or evicts by head."""
@@ -102,12 +114,43 @@ class TieredPolicy:
     @property
     def name(self) -> str:
         """What rows call it."""
-        return f"{self.policy.name}{WITH_TIERS}"
+        return f"{self.policy.name}{self.ending}"
 
     @property
     def bounded(self) -> bool:
         """Whether it evicts."""
         return True
+
+    @property
+    def recalls(self) -> bool:
+        """Whether something goes where it must be found again."""
+        return self.tiers.get("host") != 0 or self.tiers.get("disk", 0) != 0
+
+    def settings(self, budget: int) -> Tiers:
+        """Return the tiers of a session with so many tokens at full precision."""
+        if self.quantized is None:
+            return Tiers(**self.tiers)
+        return Tiers(**self.tiers, quantized=int(self.quantized * budget))
+
+
+def with_tiers(policy: Policy, ending: str) -> TieredPolicy:
+    """Return a policy with the tiers that its name's ending stands for.
+
+    Args:
+        policy: that evicts the same tokens from all heads.
+        ending: one of `ENDINGS`.
+
+    Raises:
+        StudyError: the policy cannot have tiers.
+    """
+    tiers, quantized = ENDINGS[ending]
+    return TieredPolicy(policy, tiers, ending, quantized)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a policy without the ending of its tiers."""
+    ending = next((one for one in ENDINGS if name.endswith(one)), "")
+    return name.removesuffix(ending)
 
 
 @dataclass(frozen=True)
@@ -233,6 +276,8 @@ def config_of(policy: Policy | TieredPolicy) -> str:
     """Return a policy's name and parameters as JSON."""
     if isinstance(policy, TieredPolicy):
         about = {**policy_config(policy.policy), "name": policy.name, "tiers": dict(policy.tiers)}
+        if policy.quantized is not None:
+            about["quantized"] = policy.quantized
         return json.dumps(about, sort_keys=True)
     return json.dumps(policy_config(policy), sort_keys=True)
 
@@ -275,7 +320,8 @@ def _read(
     script, tiers = task.script, None
     decides = policy or task.policy
     if isinstance(decides, TieredPolicy):
-        chosen, tiers = decides.policy, Tiers(**decides.tiers)
+        assert budget is not None
+        chosen, tiers = decides.policy, decides.settings(budget)
     else:
         chosen = decides
     profile = task.run.profile
@@ -292,11 +338,13 @@ def _read(
         tiers=tiers,
     )
     scores = []
-    idle_s, began = 0.0, time.perf_counter()
+    idle_s, began, peak = 0.0, time.perf_counter(), 0
 
     def ran(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        nonlocal peak
         if kwargs.get("cache") is session.cache and kwargs.get("input_ids") is not None:
             advance(int(kwargs["input_ids"].shape[-1]))
+            peak = max(peak, session.cache.kept() - session.cache.coded_tokens)
 
     with session:
         session.check([message for stage in script.stages for message in stage])
@@ -320,7 +368,8 @@ def _read(
         position=torch.cat([one.position for one in scores]),
         nll=torch.cat([one.nll for one in scores]),
         top1=torch.cat([one.top1 for one in scores]),
-        peak=report.peak_resident_tokens,
+        # Where others are at fewer bits, the budget is of those at full precision.
+        peak=report.peak_resident_tokens if session.cache.full_precision is None else peak,
         evicted=report.evicted_tokens,
         observations=report.observations,
         idle_s=idle_s,

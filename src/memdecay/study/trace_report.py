@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from memdecay.errors import StudyError
 from memdecay.study.document import Cell, Section, Table, interval, listed, markdown, number, plural
 from memdecay.study.statistics import intervals
-from memdecay.study.trace_play import WITH_TIERS
+from memdecay.study.trace_play import WITH_CODES, WITH_LADDER, plain_name
 from memdecay.study.traces import TRACE_SCHEMA
 
 FIELDS = (
@@ -26,6 +26,10 @@ FIELDS = (
 )
 """The fields of every cell, in this order."""
 
+_MORE = (
+    f"The budget is of tokens at full precision, which all have alike. Beside them {WITH_LADDER} "
+    f"keeps as many again at 4 bits, at least 1.3 times the bytes, and {WITH_CODES} all others."
+)
 _CELL = ["policy", "policy_config", "budget"]
 _ONE = ("model", "weights", "dtype", "settings")
 
@@ -139,7 +143,8 @@ def rises(rows: pd.DataFrame) -> list[dict[str, Any]]:
         about = json.loads(config)
         if about.pop("tiers", None) is None:
             continue
-        about["name"] = str(about["name"]).removesuffix(WITH_TIERS)
+        about.pop("quantized", None)
+        about["name"] = plain_name(str(about["name"]))
         same = done["policy_config"] == json.dumps(about, sort_keys=True)
         plain = done[same & (done["budget"] == budget)]
         pairs = group.merge(plain, on="trace", suffixes=("", "_without"), validate="one_to_one")
@@ -270,6 +275,7 @@ def left_of_rises(found: Sequence[dict[str, Any]]) -> Table:
         "The rise in NLL with tiers, as a share of that of the same policy and budget without",
         ("policy", "#budget", "#traces", "#Δ NLL", "#without", "#share, % [95%]"),
         lines,
+        _MORE if any(line["policy"].endswith((WITH_LADDER, WITH_CODES)) for line in found) else "",
     )
 
 

@@ -76,7 +76,7 @@ def run_traces(
         run: what all rows have in common.
         scripts: the traces, a turn a stage; their names must differ.
         policies: what decides; one that never evicts is run once, without a budget. One with tiers
-            needs a profile with heads.
+            below the cache needs a profile with heads.
         budgets: shares of a trace's tokens, above 0 and up to 1.
         folder: of the run.
         workers: who does it.
@@ -158,7 +158,7 @@ def _check(
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         if not number or not 0 < share <= 1:
             raise StudyError(f"budget is {share!r}, but it must be a share above 0 and up to 1.")
-    tiered = [one.name for one in policies if isinstance(one, TieredPolicy)]
+    tiered = [one.name for one in policies if isinstance(one, TieredPolicy) and one.recalls]
     if tiered and not any(run.profile.evidence.get(name) for name in SETS):
         raise StudyError(
             f"policy is {tiered[0]!r}, but the profile has no evidence heads, by which tiers find "

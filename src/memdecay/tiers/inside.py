@@ -16,7 +16,8 @@ def inside(cache: MemDecayCache) -> tuple[dict[str, int], dict[str, int]]:
     """Return the tokens of each tier and its bytes, as `TierReport` has them, with none outside."""
     parts = cache.nbytes_by_precision
     coded = cache.coded_tokens
-    tokens = {"resident": cache.kept() - coded, "quantized": coded, "host": 0, "disk": 0}
+    outside = {"host": 0, "disk": 0, "copies": 0}
+    tokens = {"resident": cache.kept() - coded, "quantized": coded, **outside}
     size = {
         "resident": parts["full"],
         "quantized": parts.get("codes", 0),

@@ -90,6 +90,11 @@ class Levels:
         """Return "host" or "disk", or None if the page is not there."""
         return next((name for name, store in self.stores.items() if page_id in store), None)
 
+    def has_room(self, page: Page) -> bool:
+        """Say whether a page fits where pages come first, without another one going for it."""
+        first = self.host if self.host is not None else self.disk
+        return first is not None and first.has_room(page)
+
     def put(self, page_id: int, page: Page) -> bool:
         """Keep a page (mutates); others may move down or be lost for it, see `on_move`.
 

@@ -53,6 +53,7 @@ class TieredMemory:
         every: decode steps between two exchanges; 0 for none.
         looks: how often a turn is looked at before it is read.
         wait: True to wait in an exchange for what comes from disk.
+        exact: keep copies of what goes down to fewer bits in the cache.
 
     Raises:
         MemDecayError, ProfileError: as for `Outside`.
@@ -70,10 +71,13 @@ class TieredMemory:
         every: int,
         looks: int = 2,
         wait: bool = False,
+        exact: bool = True,
     ) -> None:
         self.cache = cache
         self.levels = levels
-        self.outside = Outside(cache, levels, page_size=page_size, heads=heads, words=words)
+        self.outside = Outside(
+            cache, levels, page_size=page_size, heads=heads, words=words, exact=exact
+        )
         self.pages, self.every, self.looks = pages, every, looks if heads else 0
         self.notes: Sequence[str] = () if heads else (_WORDS_ALONE,)
         self.wait = wait
@@ -106,7 +110,11 @@ class TieredMemory:
         self._tell(tier, torch.arange(page * size, (page + 1) * size))
 
     def _tell(self, tier: str, positions: Tensor) -> None:
-        if len(positions) and self.on_move is not None:
+        if self.on_move is None:
+            return
+        if tier != RESIDENT:  # copies of what is in the cache may be there too
+            positions = positions[~torch.isin(positions, self.cache.ledgers[0]["position"].cpu())]
+        if len(positions):
             ends = (positions.diff() > 1).nonzero().flatten() + 1
             runs = positions.tensor_split(ends)
             self.on_move(tier, [(int(run[0]), int(run[-1]) + 1) for run in runs])
@@ -137,7 +145,7 @@ class TieredMemory:
         """
         cache = self.cache
         full = cache.budget is not None and cache.kept() + count > cache.budget
-        return bool(cache.seen and (self.outside.tokens or full) and self._left())
+        return bool(cache.seen and (self.outside.stored or full) and self._left())
 
     def look(self, run: Callable[[], object], count: int) -> Tensor:
         """Run a turn and take it back; see `Outside.look`."""
@@ -206,7 +214,7 @@ class TieredMemory:
 
     def _best(self, times: int) -> list[int]:
         """Return the pages that the last steps ask for: so many times what may come back."""
-        if (self.outside.heads and not self._asked) or not self.outside.tokens:
+        if (self.outside.heads and not self._asked) or not self.outside.stored:
             return []
         few = FEW if self.pages is None else min(FEW, self.pages)
         asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
@@ -276,8 +284,12 @@ class TieredMemory:
         """Return what is where, and what moved."""
         outside, stores = self.outside, self.levels.stores
         tokens, size = inside(self.cache)
+        tokens |= {name: store.tokens for name, store in stores.items()}
+        for page, count in outside.copies.items():
+            tokens[str(self.levels.tier_of(page))] -= count
+            tokens["copies"] += count
         return TierReport(
-            tokens=tokens | {name: store.tokens for name, store in stores.items()},
+            tokens=tokens,
             bytes={
                 **size,
                 **{name: store.bytes for name, store in stores.items()},

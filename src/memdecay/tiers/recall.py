@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -33,6 +34,9 @@ class PageStore(Protocol):
     def put(self, page_id: int, page: Moved) -> bool:
         """Keep a page, of which there is none; False if there is no room for it."""
 
+    def has_room(self, page: Moved) -> bool:
+        """Say whether a page fits without another one going for it."""
+
     def pop(self, page_id: int) -> Moved | Quantized | None:
         """Return a page and forget it; None if it was lost."""
 
@@ -56,6 +60,10 @@ class Outside:
     cache are; a part of it may be outside while the rest is kept. Nothing here goes with a copy of
     the cache, and where all layers slide, what leaves the window is not kept either.
 
+    Of what goes down to fewer bits inside the cache an exact copy is kept here too, with `exact`
+    and as long as there is room for it: it is found as what is outside, and takes the place of its
+    codes. So a token of which something is here is outside, or codes in the cache.
+
     Args:
         cache: whose `on_forget` and `on_rollback` are taken.
         store: where pages are kept; it must be empty, and nobody else's.
@@ -64,6 +72,7 @@ class Outside:
             the cache watches if None.
         words: find pages by the rare words that they share with what asks: alone if there are no
             heads, else together with them.
+        exact: keep copies of what becomes codes.
 
     Raises:
         MemDecayError: `page_size` is not an integer of at least 1, the cache has another listener
@@ -88,6 +97,7 @@ class Outside:
         page_size: int = 16,
         heads: Sequence[tuple[int, int]] | None = None,
         words: bool = False,
+        exact: bool = True,
     ) -> None:
         _check_integer("page_size", page_size, 1)
         if cache.on_forget is not None or cache.on_rollback is not None:
@@ -97,7 +107,8 @@ class Outside:
         self.cache = cache
         self.store = store
         self.page_size = page_size
-        self._there: dict[int, int] = {}  # of each page, a bit for each token that is outside
+        self.exact = exact and cache.full_precision is not None
+        self._there: dict[int, int] = {}  # of each page, a bit for each token that is here
         self._summaries: Summaries | None = None
         self._words = Words() if words else None
         self.ids: Sequence[int] = ()
@@ -115,6 +126,8 @@ class Outside:
         cache = self.cache
         cache.on_forget = self._forgotten
         cache.on_rollback = self._rolled_back
+        if self.exact:
+            cache.on_lower = self._lowered
 
     def copy(self, cache: MemDecayCache) -> Outside:
         """Return the same for a copy of the cache, with a copy of the store (`Levels.copy`)."""
@@ -167,13 +180,27 @@ class Outside:
 
     @property
     def pages(self) -> dict[int, int]:
-        """For each page of which some is outside, how many tokens are."""
+        """For each page of which some is here, how many tokens are."""
         return {page: there.bit_count() for page, there in self._there.items()}
 
     @property
     def tokens(self) -> int:
         """Tokens outside."""
+        return self.stored - sum(self.copies.values())
+
+    @property
+    def stored(self) -> int:
+        """Tokens that are here, copies of what is in the cache among them."""
         return sum(there.bit_count() for there in self._there.values())
+
+    @property
+    def copies(self) -> dict[int, int]:
+        """For each page, of how many tokens an exact copy is here while their codes are kept."""
+        return {
+            page: both.bit_count()
+            for page, coded in self._bits(self._coded()).items()
+            if (both := coded & self._there.get(page, 0))
+        }
 
     @property
     def summary_bytes(self) -> int:
@@ -281,10 +308,15 @@ class Outside:
     def send(self, positions: Tensor) -> None:
         """Let kept tokens go outside, those that a pin keeps and the newest excepted (mutates).
 
+        Where exact copies of codes are kept, they become codes instead.
+
         Args:
             positions: `(n,)` int64; those that are not kept are passed over.
         """
         ledger = movable(self.cache)
+        if self.exact:
+            self.cache.lower(positions)
+            return
         chosen = torch.isin(ledger["position"], positions.to(ledger.device)) & ~ledger.held()
         chosen &= ledger["position"] != ledger["position"].max()
         if bool(chosen.any()):
@@ -422,8 +454,29 @@ class Outside:
         # What comes back may itself have to stay at full precision, and then a page be filled.
         return full is None or count + max(room, cache.page_size) < full
 
+    def _coded(self) -> Tensor:
+        """Return `(n,)` int64, the positions that are codes in the cache."""
+        cache = self.cache
+        if not cache.coded_tokens:
+            return torch.zeros(0, dtype=torch.int64)
+        return cache.ledgers[0]["position"][: cache.coded_tokens].cpu()
+
+    def _bits(self, positions: Tensor) -> dict[int, int]:
+        """Return of each page of some positions a bit for each of them."""
+        bits: dict[int, int] = {}
+        for position in positions.tolist():
+            page, offset = divmod(position, self.page_size)
+            bits[page] = bits.get(page, 0) | 1 << offset
+        return bits
+
+    def _copies_only(self, page: int) -> bool:
+        """Say whether all that is here of a page is in the cache too."""
+        coded = self._coded()
+        there = self._there.get(page, 0)
+        return not there & ~self._bits(coded[coded // self.page_size == page]).get(page, 0)
+
     def _outside(self, positions: Tensor) -> Tensor:
-        """Return `(n,)` bool: whether each of these positions is outside."""
+        """Return `(n,)` bool: whether something of these positions is here."""
         pages, offsets = positions // self.page_size, positions % self.page_size
         there = [
             self._there.get(page, 0) >> offset & 1
@@ -456,19 +509,37 @@ class Outside:
         if bool(waiting.any()):
             self._keep(moved.select(waiting))
             moved = moved.select(~waiting)
+        back, codes = self._brought_up_to_date(moved)
         try:
             if len(moved):
                 if self.cache.budget is not None:
-                    self.cache.shrink(self.cache.budget - room - len(moved))
+                    self.cache.shrink(self.cache.budget - room - len(moved) + len(codes))
                 self.cache.spare_full(room + len(moved))
+                self.cache.drop_codes(codes)
             kept = self.cache.ledgers[0]["position"].to(moved.positions.device)
             known = torch.isin(moved.positions, kept)  # where a window that slid has slid back
-            self.cache.put_back(moved.select(~known) if bool(known.any()) else moved)
+            self.cache.put_back(back.select(~known) if bool(known.any()) else back)
         except BaseException:
             self._keep(moved)
             raise
         self.came_back += len((moved.positions // self.page_size).unique())
         return moved.positions
+
+    def _brought_up_to_date(self, moved: Moved) -> tuple[Moved, Tensor]:
+        """Let exact copies know what the ledger knows of their codes; return which these are."""
+        codes = moved.positions[torch.isin(moved.positions, self._coded())]
+        if not len(codes):
+            return moved, codes
+        ledger = self.cache.ledgers[0]
+        codes = codes.to(ledger.device)
+        order = ledger["position"].argsort()
+        slots = order[torch.searchsorted(ledger["position"][order], codes)]
+        to = torch.isin(moved.positions.to(ledger.device), codes)
+        columns = {}
+        for name, column in moved.columns.items():
+            columns[name] = column.to(ledger.device, copy=True)
+            columns[name][to] = ledger[name][slots]
+        return dataclasses.replace(moved, columns=columns), codes
 
     # The way out
 
@@ -477,15 +548,18 @@ class Outside:
         self.moved_down += self._keep(moved.to("cpu"))
 
     def _keep(self, moved: Moved) -> int:
-        """Keep tokens, each with what is outside of its page already; returns how many pages."""
+        """Keep tokens, each with what is here of its page already; returns how many pages."""
         count = 0
-        numbers = moved.positions // self.page_size
-        for page in numbers.unique().tolist():
-            part, rest = moved.select(numbers == page), None
+        for page, part in self._by_page(moved):
+            rest = None
             before = self._out(page)
             if before is not None:
-                rest = before.select(~torch.isin(before.positions, part.positions))
+                copied = torch.isin(before.positions, part.positions)
+                if bool(copied.any()):
+                    part = _exactly(part, before.select(copied))
+                rest = before.select(~copied)
                 part = Moved.joined([rest, part])
+            self._give_up_copies(part)
             if self._store(page, part):
                 count += 1
                 continue
@@ -493,6 +567,34 @@ class Outside:
             if rest is not None and len(rest):
                 self._store(page, rest)
         return count
+
+    def _lowered(self, moved: Moved) -> None:
+        """Keep copies of what is about to become codes, if nothing outside has to go for them."""
+        for page, part in self._by_page(moved.to("cpu")):
+            before = self._out(page)
+            if before is not None:
+                part = Moved.joined([before, part])
+            if self.store.has_room(part):
+                self._store(page, part)
+            elif before is not None:
+                self._store(page, before)
+
+    def _by_page(self, moved: Moved) -> Iterator[tuple[int, Moved]]:
+        numbers = moved.positions // self.page_size
+        for page in numbers.unique().tolist():
+            yield page, moved.select(numbers == page)
+
+    def _give_up_copies(self, part: Moved) -> None:
+        """Make room for what would be lost without it."""
+        if not self.exact or self.store.has_room(part):
+            return
+        for page, coded in self._bits(self._coded()).items():
+            there = self._there.get(page, 0)
+            if there and not there & ~coded:
+                self._struck(page)
+                self.store.discard(page)
+                if self.store.has_room(part):
+                    return
 
     def _store(self, page: int, part: Moved) -> bool:
         """Put a page into the store and among the summaries, if there is room for it."""
@@ -504,25 +606,28 @@ class Outside:
         return kept
 
     def _out(self, page: int) -> Moved | None:
-        """Return what is outside of a page, and keep it no longer."""
-        if not self._struck(page):
+        """Return what is here of a page, and keep it no longer."""
+        if page not in self._there:
             return None
+        copies = self._copies_only(page)
+        self._struck(page)
         found = self.store.pop(page)
-        self.lost += found is None
+        self.lost += found is None and not copies
         return found.restore() if isinstance(found, Quantized) else found
 
     def dropped(self, page: int) -> None:
         """Take note that the store has lost a page on its own (mutates)."""
-        self.lost += self._struck(page)
+        if page in self._there:
+            self.lost += not self._copies_only(page)
+            self._struck(page)
 
-    def _struck(self, page: int) -> bool:
-        """Strike a page off, but for the store; False if it was not outside."""
-        known = self._there.pop(page, None) is not None
-        if known and self._summaries is not None:
+    def _struck(self, page: int) -> None:
+        """Strike a page off that is here, but for the store."""
+        del self._there[page]
+        if self._summaries is not None:
             self._summaries.remove(page)
-        if known and self._words is not None and page in self._words:
+        if self._words is not None and page in self._words:
             self._words.remove(page)
-        return known
 
     def _summarise(self, page: int, keys: Tensor) -> None:
         if not self.heads:
@@ -549,6 +654,14 @@ class Outside:
             left = None if moved is None else moved.select(moved.positions < seen)
             if left is not None and len(left):
                 self._keep(left)
+
+
+def _exactly(part: Moved, exact: Moved) -> Moved:
+    """Return tokens with the keys and values of exact copies of some of them."""
+    to = torch.isin(part.positions, exact.positions)
+    keys, values = part.keys.clone(), part.values.clone()
+    keys[:, :, to], values[:, :, to] = exact.keys, exact.values
+    return dataclasses.replace(part, keys=keys, values=values)
 
 
 def _check_integer(name: str, value: object, minimum: int) -> None:

@@ -35,8 +35,7 @@ class Tiers:
     answer. A page that came back is to the bit what it was.
 
     With `quantized` there is a tier between the two: what has no place at full precision is still
-    attended to, at fewer bits. What leaves the cache from there, and comes back, is what its codes
-    stand for; nothing exact is kept beside them.
+    attended to, at fewer bits. An exact copy of it is outside, by which it comes back up.
 
     Args:
         host: how much memory may hold: tokens as an integer, bytes as a text like "512MB" or
@@ -68,6 +67,9 @@ class Tiers:
         full_regions: regions whose tokens are never at fewer bits, as those that pins keep; if
             they have no room at full precision, they go out. An answer gets its region when it
             is written.
+        exact: keep, where there is room outside, exact copies of what is at fewer bits, so that
+            what a turn asks for goes back to full precision, and what goes out goes to the bit.
+            Without them what comes back is what its codes stand for.
 
     Raises:
         MemDecayError: an argument is not usable; the sentence says which.
@@ -86,6 +88,7 @@ class Tiers:
     quantized: int | None = 0
     bits: int = 4
     full_regions: Collection[str] = ()
+    exact: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -127,6 +130,8 @@ class Tiers:
             )
         if not isinstance(self.wait, bool):
             raise MemDecayError(f"wait is {self.wait!r}, but it must be True or False.")
+        if not isinstance(self.exact, bool):
+            raise MemDecayError(f"exact is {self.exact!r}, but it must be True or False.")
         if self.words is not None and not isinstance(self.words, bool):
             raise MemDecayError(f"words is {self.words!r}, but it must be True, False or None.")
 
@@ -232,6 +237,7 @@ class Tiers:
             every=self.every,
             looks=self.looks,
             wait=self.wait,
+            exact=self.exact,
         )
 
     def to_dict(self) -> dict[str, Any]:

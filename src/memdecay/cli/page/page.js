@@ -31,7 +31,7 @@
 
   // ---- data -> lookups
   // A strip is a page, or neighbouring small pages of one region; [start, end) are its tokens.
-  const STRIP = 16, HERE = 0, LOST = 3, TIERS = ["kept", "outside, in memory", "outside, on disk", "lost"];
+  const STRIP = 16, HERE = 0, FEWER = 1, DISK = 3, LOST = 4, TIERS = ["kept", "kept, at fewer bits", "outside, in memory", "outside, on disk", "lost"];
   // Where page `at` of a strip is after event e.
   const tierAt = (s, at, e) => {
     if (!s.moves) return s.evicted[at] >= 0 && s.evicted[at] <= e ? LOST : HERE;
@@ -47,9 +47,13 @@
       moves: moves && (Array.isArray(moves[0]) ? moves : Array(pages).fill(moves)),
     }));
     for (const s of run.strips) {
-      // [event, change in the number of pages that are there, outside in memory, outside on disk], in order of events
+      // [event, change in the number of pages that are there, of those at fewer bits, outside in memory, outside on disk], in order of events
       const changes = new Map();
-      const change = (e, tier, by) => { if (!changes.has(e)) changes.set(e, [0, 0, 0]); if (tier < LOST) changes.get(e)[tier] += by; };
+      const change = (e, tier, by) => {
+        if (!changes.has(e)) changes.set(e, [0, 0, 0, 0]);
+        if (tier < LOST) changes.get(e)[tier] += by;
+        if (tier === FEWER) changes.get(e)[HERE] += by;
+      };
       s.born.forEach((e, at) => {
         change(e, HERE, 1);
         if (s.moves) for (let i = 0, before = HERE; i < s.moves[at].length; i += 2) { change(s.moves[at][i], before, -1); before = s.moves[at][i + 1]; change(s.moves[at][i], before, 1); }
@@ -57,9 +61,10 @@
       });
       s.changes = [...changes].map(([e, by]) => [e, ...by]).sort((a, b) => a[0] - b[0]);
       s.last = s.evicted.includes(-1) ? -1 : s.evicted.reduce((a, b) => Math.max(a, b), -1);
-      s.back = new Set((s.moves || []).flatMap((m) => m.filter((e, i) => i % 2 === 0 && m[i + 1] === HERE))).size;
+      s.back = new Set((s.moves || []).flatMap((m) => m.filter((e, i) => i % 2 === 0 && m[i + 1] <= FEWER && (i ? m[i - 1] : HERE) > FEWER))).size;
     }
     run.tiered = run.strips.some((s) => s.moves);
+    run.graded = run.strips.some((s) => (s.moves || []).some((m) => m.some((tier, i) => i % 2 && tier === FEWER)));
     run.seenAt = (e) => (t.events.length ? t.events[Math.min(e, t.events.length - 1)][0] : 0);
   }
   const seenMax = Math.max(1, D.seen_tokens, ...D.runs.map((r) => r.seenAt(1e9)));
@@ -89,10 +94,15 @@
     }
     nums.append(num(n(run.peak_tokens), run.cost ? "" : ` of ${n(run.seen_tokens)}`, run.cost ? "peak tokens" : "tokens at the peak"));
     if (run.peak_bytes) nums.append(num(...bytes(run.peak_bytes), "peak KV"));
-    if (run.tiers) nums.append(num(n(run.tiers.tokens.host + run.tiers.tokens.disk), "", "tokens outside"), num(n(run.tiers.came_back), "", "pages came back"));
+    let places = null;
+    if (run.tiers) {
+      const { tokens, bytes: size } = run.tiers, named = { resident: "at full precision", quantized: `at ${run.bits} bits`, host: "in memory", disk: "on disk" };
+      nums.append(num(n(run.tiers.came_back), "", "pages came back"));
+      places = el("p", { class: "what" }, "Tokens at the end: " + Object.keys(named).filter((k) => size[k] && (tokens[k] || tokens.copies)).map((k) => `${n(tokens[k])} ${named[k]} (${bytes(size[k]).join("")})`).join(", ") + (tokens.copies ? `; exact copies of ${n(tokens.copies)} at ${run.bits} bits are among what is outside.` : "."));
+    }
     const dots = run.answers.length ? el("div", { class: "dots" }, ...run.answers.map((a) =>
       el("i", { class: a.correct ? "good" : "bad", title: `${a.where}: ${a.correct ? "right" : "wrong"}` }, `${a.correct ? "✓" : "✗"} ${a.short}`))) : null;
-    $("cards").append(el("article", { class: run.main ? "card main" : "card" }, el("h3", {}, run.policy), el("p", { class: "what" }, run.summary), nums, dots));
+    $("cards").append(el("article", { class: run.main ? "card main" : "card" }, el("h3", {}, run.policy), el("p", { class: "what" }, run.summary), nums, places, dots));
   }
 
   // ---- legend
@@ -109,8 +119,10 @@
   if (D.runs.some((r) => r.strips.some((s) => s.pages > 1)))
     legend.append(el("li", {}, glyph(svg("path", { d: "M1 2H21V4H14V7H8V10H1Z", fill: KNOWN.tool_out })), "some tokens evicted"));
 
-  const tiered = D.runs.some((r) => r.tiered), onDisk = D.runs.some((r) => r.strips.some((s) => (s.moves || []).some((m) => m.some((tier, i) => i % 2 && tier === 2))));
+  const tiered = D.runs.some((r) => r.tiered), onDisk = D.runs.some((r) => r.strips.some((s) => (s.moves || []).some((m) => m.some((tier, i) => i % 2 && tier === DISK))));
   $("tiers").hidden = !tiered;
+  $("graded").hidden = !D.runs.some((r) => r.graded);
+  if (D.runs.some((r) => r.graded)) legend.append(el("li", {}, glyph(...Array.from({ length: 8 }, (_, i) => svg("rect", { x: 3 * i, y: 2, width: 1.5, height: 8, fill: KNOWN.tool_out }))), "at fewer bits"));
   if (tiered) legend.append(el("li", {}, glyph(svg("rect", { x: 0, y: 5, width: 22, height: 2, fill: KNOWN.tool_out })), "outside, in memory"));
   if (onDisk) legend.append(el("li", {}, glyph(...[0, 5, 10, 15, 20].map((x) => svg("rect", { x, y: 5, width: 2, height: 2, fill: KNOWN.tool_out }))), "outside, on disk"));
   if (tiered) legend.append(el("li", {}, glyph(svg("rect", { x: 0, y: 5, width: 8, height: 2, fill: KNOWN.tool_out }), svg("rect", { x: 9, y: 2, width: 12, height: 8, fill: KNOWN.tool_out }), svg("path", { d: "M7 1L13 6L7 11Z", fill: "var(--good)" })), "came back"));
@@ -224,7 +236,7 @@
       const y = Math.round(Y(run.budget_tokens)) + .5;
       c.strokeStyle = css("--bad"); c.setLineDash([5, 4]); c.beginPath(); c.moveTo(GUT, y); c.lineTo(p.w - PAD, y); c.stroke(); c.setLineDash([]);
       c.fillStyle = css("--bad"); c.textAlign = "right"; c.fillText(n(run.budget_tokens), GUT - 6, y + 4);
-      c.textAlign = "left"; c.fillText("budget", GUT + 4, y - 5);
+      c.textAlign = "left"; c.fillText(run.graded ? "budget, at full precision" : "budget", GUT + 4, y - 5);
     } else {
       c.textAlign = "right"; c.fillText(n(run.peak_tokens), GUT - 6, Y(run.peak_tokens) + 8);
     }
@@ -258,14 +270,23 @@
       c.fillStyle = colour; c.globalAlpha = 1; c.fillRect(GUT - 8, y, 4, tall);
       const whole = !run.tiered && s.last >= 0 && s.evicted.every((e) => e === s.last);
       if (run.tiered) outside(p, c, s, y, tall, x0, x1);
-      let from = x0, alpha = 1, there = 0, i = 0;
-      const paint = (to) => { if (to > from && there > 0) { c.globalAlpha = alpha; c.fillRect(from, y, to - from, tall * there / s.pages); } from = Math.max(from, to); };
+      let from = x0, alpha = 1, there = 0, lower = 0, i = 0;
+      const paint = (to) => {
+        if (to > from && there > 0) {
+          c.globalAlpha = alpha;
+          const full = tall * (there - lower) / s.pages, coded = tall * lower / s.pages;
+          if (full > 0) c.fillRect(from, y, to - from, full);
+          // What is at fewer bits is striped, all of it on the same lines.
+          if (coded > 0) for (let x = Math.floor(from / 3) * 3; x < to; x += 3) { const l = Math.max(x, from), r = Math.min(x + 1.5, to); if (r > l) c.fillRect(l, y + full, r - l, coded); }
+        }
+        from = Math.max(from, to);
+      };
       const at = (e) => Math.min(x1, Math.max(x0, X(p, xOf(run, e))));
       const scoresBefore = (e) => {
         for (; i < s.levels.length && s.levels[i] < e; i += 2) if (!s.pinned) { paint(at(s.levels[i])); alpha = shade(s.levels[i + 1], s.pages > 1 ? .4 : .22); }
       };
       // The tokens of a strip come one right after another: it starts with those of its first forward.
-      for (const [e, change] of s.changes) {
+      for (const [e, change, down] of s.changes) {
         scoresBefore(e);
         if (change < 0 || there || (run.tiered && e !== s.changes[0][0])) paint(change < 0 && e === s.last && !run.tiered ? x1 : at(e));
         if (change < 0 && !whole) {
@@ -273,7 +294,7 @@
           if (h >= 3) c.fillRect(from - .5, y + tall * (there + change) / s.pages, 1, tall * -change / s.pages);
           c.fillStyle = colour;
         }
-        there += change;
+        there += change; lower += down;
       }
       scoresBefore(Infinity);
       paint(x1);
@@ -320,7 +341,7 @@
       c.globalAlpha = 1;
       from = to;
     };
-    for (const [e, , inMemory, onDisk] of s.changes) {
+    for (const [e, , , inMemory, onDisk] of s.changes) {
       if (!inMemory && !onDisk) continue;
       draw(Math.min(x1, Math.max(x0, X(p, xOf(run, e)))));
       host += inMemory; disk += onDisk;
@@ -389,7 +410,7 @@
     for (let at = 0; at < s.pages; at++) {
       const text = D.texts.slice(s.start + at * each, s.start + (at + 1) * each).join("");
       const tier = tierAt(s, at, e);
-      if (text) node.append(tier === HERE ? text : el(tier === LOST ? "s" : "i", {}, text));
+      if (text) node.append(tier <= FEWER ? text : el(tier === LOST ? "s" : "i", {}, text));
     }
     return node.textContent ? [node] : [];
   }
@@ -397,7 +418,7 @@
     const run = panel.run, tip = $("tip");
     const s = run.strips.find((q) => q.start <= token && token < q.end);
     if (!s || bornX(run, s) > v) { tip.hidden = true; return; }
-    const e = eventAt(run, v), tiers = s.evicted.map((_, at) => tierAt(s, at, e)), left = tiers.filter((t) => t === HERE).length, region = D.regions[s.region];
+    const e = eventAt(run, v), tiers = s.evicted.map((_, at) => tierAt(s, at, e)), left = tiers.filter((t) => t <= FEWER).length, region = D.regions[s.region];
     const level = levelAt(s, e), ends = s.evicted.filter((g) => g >= 0), many = s.pages > 1;
     const line = (a, b) => el("div", { class: "row" }, el("span", {}, a), el("b", {}, b));
     const turn = D.turns.find((t) => s.start < t.end);
