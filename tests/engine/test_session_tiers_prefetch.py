@@ -193,6 +193,7 @@ def test_a_disk_that_fails_in_the_background_loses_pages(tmp_path: Path) -> None
     tiers = made.report().tiers
     assert tiers is not None and tiers.lost > 0
     assert watched.worst() < 1e-4
+    outside(made).store.fetch(())  # what failed and is not needed is not lost
     assert len(outside_positions(made)) + tiers.lost + made.cache.kept() == made.cache.seen
 
 
