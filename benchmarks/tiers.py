@@ -288,6 +288,46 @@ def back(name: str, rounds: int) -> list[Row]:
     ]
 
 
+@torch.no_grad()
+def from_disk(name: str, rounds: int) -> list[Row]:
+    """Return what an exchange with pages on disk takes from the thread that answers, in bfloat16.
+
+    Of that thread only, so that what it would wait for a disk that is slow is not in it.
+    """
+    model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16).eval()
+    known = next(one for one in known_models() if one.name == KNOWN[name])
+    profile = Profile.default().with_evidence(known.evidence)
+    cache = MemDecayCache(model, budget=RESIDENT, policy="streaming", profile=profile)
+    memory = Tiers(host=0, disk=None).open(cache)
+    outside, levels = memory.outside, memory.levels
+    fill(cache, RESIDENT + FAR)
+    cache.budget += 33 * PAGE
+    order = torch.Generator().manual_seed(0)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * (rounds + 1)):
+        fetched = bool(number % 2)
+        pages = [page for page, count in outside.pages.items() if count == PAGE]
+        pages = [pages[n] for n in torch.randperm(len(pages), generator=order)[:32].tolist()]
+        if fetched:
+            levels.fetch(pages)
+            while not all(map(levels.at_hand, pages)):
+                time.sleep(0.001)
+        start = time.thread_time()
+        outside.recall(pages)
+        times[fetched].append((time.thread_time() - start) * 1e3)
+        outside.send(torch.cat([torch.arange(PAGE) + PAGE * page for page in pages]))
+    memory.close()
+    return [
+        Row(f"32 pages on disk back into the cache, {what}", name, statistics.median(one[1:]), "ms")
+        for what, one in (("read for it", times[False]), ("fetched before", times[True]))
+    ]
+
+
+def in_caches(name: str, rounds: int) -> list[Row]:
+    """Return the rows of caches of one model's shape."""
+    return [*steps(name, rounds), *back(name, rounds), *from_disk(name, rounds)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -301,7 +341,7 @@ def main() -> None:
         rows = [row for name in SHAPES for row in graded(name, rounds)]
     else:
         rows = [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]
-        rows += [one for name in SHAPES for one in (*steps(name, rounds), *back(name, rounds))]
+        rows += [one for name in SHAPES for one in in_caches(name, rounds)]
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
         digits = {"times": 3, "bits": 2}.get(row.unit, 1)

@@ -108,6 +108,7 @@ def test_a_thousand_turns_leave_nothing_behind(tmp_path: Path) -> None:
         ({"no_disk": "plan"}, "no_disk is 'plan', but it must be a list"),
         ({"no_disk": [1]}, r"no_disk is \[1\], but it must hold only names"),
         ({"words": 1}, "words is 1, but"),
+        ({"wait": 1}, "wait is 1, but it must be True or False"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:

@@ -35,7 +35,7 @@ from memdecay import (
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_a_question_leaves_the_session_as_if_it_was_not_asked(disk: bool, tmp_path: Path) -> None:
-    tiers = {"host": 0, "disk": None, "disk_folder": tmp_path} if disk else {}
+    tiers = {"host": 0, "disk": None, "disk_folder": tmp_path, "wait": True} if disk else {}
     made, twin = tiered(tiers=tiers), tiered(tiers=tiers)
     for one in (made, twin):
         turns(one, 3, 6)
@@ -117,7 +117,7 @@ def raises() -> None:
 def test_a_saved_session_goes_on_as_if_it_never_was(limited: bool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    tiers = {"host": 40, "disk": "1GB", "disk_folder": disk} if limited else {}
+    tiers = {"host": 40, "disk": "1GB", "disk_folder": disk, "wait": True} if limited else {}
     made = tiered(tiers={**tiers, "no_disk": ["user"]})
     turns(made, 3, 8)
     made.save(tmp_path / "saved")
@@ -144,7 +144,8 @@ def test_a_session_without_tiers_is_saved_as_before(tmp_path: Path) -> None:
 
 
 def test_reset_and_close_free_everything(tmp_path: Path) -> None:
-    made = tiered(tiers={"host": 20, "disk": None, "disk_folder": tmp_path})
+    tiers = {"host": 20, "disk": None, "disk_folder": tmp_path, "wait": True}
+    made = tiered(tiers=tiers)
     turns(made, 3, 6)
     disk = outside(made).store.disk
     assert disk.file_bytes > 0
@@ -154,7 +155,7 @@ def test_reset_and_close_free_everything(tmp_path: Path) -> None:
     assert disk.file_bytes == 0 and not outside(made).pages
     assert {*report.tokens.values()} == {0} and report.bytes["summaries"] == 0
     assert (report.moved_down, report.came_back, report.lost) == (0, 0, 0)
-    twin = tiered(tiers={"host": 20, "disk": None, "disk_folder": tmp_path})
+    twin = tiered(tiers=tiers)
     goes_on(made, twin)
     made.close()
     assert disk._shared.file.closed and not outside(made).pages

@@ -282,8 +282,10 @@ class Failing:
         self.free -= count
         return count
 
-    def readinto(self, into: memoryview) -> int:
+    def fileno(self) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    readinto = fileno
 
 
 def test_a_full_disk_drops_the_page_and_goes_on() -> None:

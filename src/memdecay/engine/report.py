@@ -95,9 +95,9 @@ class TierReport:
             copy is in memory or on disk.
         bytes: the same -> bytes: resident those allocated for keys and values, quantized those
             for codes and their scales, host and disk those of the pages there, copies too;
-            "scratch", in which attention puts the codes of one layer together; and "summaries", by
-            which pages outside are found. Copies of a session share the bytes of pages, and each
-            counts them.
+            "scratch", in which attention puts the codes of one layer together; "fetched", pages on
+            disk that are in memory too, as they may come back soon; and "summaries", by which pages
+            outside are found. Copies of a session share the bytes of pages, and each counts them.
         moved_down: pages, or parts of them, that went from the cache to a tier or from memory to
             disk, however often.
         came_back: pages that came back into the budget, likewise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,6 +133,21 @@ class Levels:
         self._staying.discard(page_id)
         for store in self.stores.values():
             store.discard(page_id)
+
+    def fetch(self, page_ids: Iterable[int]) -> None:
+        """Read those of some pages that are on disk ahead, and no others (mutates)."""
+        if self.disk is not None:
+            self.disk.fetch(page_ids)
+
+    def at_hand(self, page_id: int) -> bool:
+        """Say whether to take a page out does not wait for the disk; so if there is no page."""
+        disk = self.disk
+        return disk is None or page_id not in disk or disk.arrived(page_id)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of pages on disk that are in memory too, as they were fetched."""
+        return 0 if self.disk is None else self.disk.fetched_bytes
 
     def copy(self) -> Self:
         """Return an independent copy that shares the bytes of the pages; nobody listens to it."""

@@ -23,6 +23,8 @@ _WORDS_ALONE = (
 )
 FEW = 4
 """Pages that an exchange between two decode steps brings back at most."""
+EARLY = 4
+"""So many steps before an exchange the pages that it may bring back are fetched from disk."""
 
 
 class TieredMemory:
@@ -35,6 +37,10 @@ class TieredMemory:
     heads, the ids of the turn or of the last steps take the place of queries, and no turn is
     looked at.
 
+    What an exchange between steps brings back from disk is read on another thread: a few steps
+    before, it is guessed by the queries so far. What has not arrived when the exchange is due
+    comes back at the first step at which it has, up to the next exchange.
+
     Args:
         cache: of one sequence, which holds nothing yet.
         levels: where pages are kept; it must be empty, and nobody else's.
@@ -46,6 +52,7 @@ class TieredMemory:
             quarters of what pins and the turn leave of the budget.
         every: decode steps between two exchanges; 0 for none.
         looks: how often a turn is looked at before it is read.
+        wait: True to wait in an exchange for what comes from disk.
         exact: keep copies of what goes down to fewer bits in the cache.
 
     Raises:
@@ -63,6 +70,7 @@ class TieredMemory:
         pages: int | None,
         every: int,
         looks: int = 2,
+        wait: bool = False,
         exact: bool = True,
     ) -> None:
         self.cache = cache
@@ -72,6 +80,7 @@ class TieredMemory:
         )
         self.pages, self.every, self.looks = pages, every, looks if heads else 0
         self.notes: Sequence[str] = () if heads else (_WORDS_ALONE,)
+        self.wait = wait
         self._margin = (page_size // 4, 3 * page_size // 4)
         self.on_move: Callable[[str, Sequence[tuple[int, int]]], None] | None = None
         self._stay = _NOTHING  # positions that the last turn brought back
@@ -124,6 +133,9 @@ class TieredMemory:
         self._asked: list[Tensor] = []
         self._steps = 0
         self._expected = -1
+        self._early: list[int] = []  # what the next exchange may bring back
+        self._late: list[int] = []  # what the last exchange has still to bring back
+        self.levels.fetch(())
 
     def wants(self, count: int) -> bool:
         """Say whether to look at a turn before it is read: whether anything could come back.
@@ -165,9 +177,10 @@ class TieredMemory:
             # What a look would have evicted is outside before pages are chosen, too.
             self.cache.shrink(self.cache.budget - room)
         wanted = self.outside.best(queries, pages, ids)
-        self._stay = self.outside.recall(
-            wanted, room=room, margin=self._margin, most=most if self.pages is None else None
-        )
+        limit = most if self.pages is None else None
+        self.levels.fetch(self.outside.holding(wanted, self._margin, limit))
+        self._stay = self.outside.recall(wanted, room=room, margin=self._margin, most=limit)
+        self.levels.fetch(())
         self._tell(RESIDENT, self._stay)
 
     def _left(self) -> int:
@@ -186,23 +199,61 @@ class TieredMemory:
     def _step(self, count: int) -> None:
         """So many tokens are about to be written, or read as if they were."""
         if self._steps >= self.every:
-            if (self._asked or not self.outside.heads) and self.outside.stored:
-                few = FEW if self.pages is None else min(FEW, self.pages)
-                asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
-                seen = self.cache.seen
-                wanted = self.outside.best(asked, few, self.ids[seen - self.every : seen])
-                room = min(max(count, self.every), self._left() // 2)
-                back = self.outside.recall(
-                    wanted,
-                    room=room,
-                    margin=self._margin,
-                    most=self._left() // 4,
-                    staying=self._stay,
-                )
-                self._tell(RESIDENT, back)
-            self.begin()
+            wanted = self._best(1)
+            self._asked, self._steps, self._early = [], 0, []
+            self._late, self._came, self._most = wanted, _NOTHING, self._left() // 4
+            if not wanted:
+                self._fetch()
+        elif self._steps >= self.every - EARLY and not self._early and self._on_disk:
+            self._early = self._best(2)
+            self._fetch()
+        if self._late:
+            self._bring_late(count)
         self._steps += count
         self._expected = self.cache.seen + count
+
+    def _best(self, times: int) -> list[int]:
+        """Return the pages that the last steps ask for: so many times what may come back."""
+        if (self.outside.heads and not self._asked) or not self.outside.stored:
+            return []
+        few = FEW if self.pages is None else min(FEW, self.pages)
+        asked = torch.cat(self._asked, 1)[:, -self.every :] if self._asked else None
+        seen = self.cache.seen
+        return self.outside.best(asked, times * few, self.ids[max(0, seen - self.every) : seen])
+
+    def _bring_late(self, count: int) -> None:
+        """Bring back what an exchange has still to bring back, if it is at hand."""
+        self._fetch()
+        ready = [page for page in self._late if self.wait or self._at_hand(page)]
+        if not ready:
+            return
+        self._late = [page for page in self._late if page not in ready]
+        left = self._left()
+        back = self.outside.recall(
+            ready,
+            room=min(max(count, self.every - self._steps), left // 2),
+            margin=self._margin,
+            most=self._most,
+            staying=torch.cat([self._stay, self._came]),
+        )
+        self._came = torch.cat([self._came, back])
+        self._most -= len(back)
+        self._tell(RESIDENT, back)
+        self._fetch()
+
+    @property
+    def _on_disk(self) -> bool:
+        return bool(self.levels.disk)
+
+    def _at_hand(self, page: int) -> bool:
+        return not self._on_disk or all(
+            map(self.levels.at_hand, self.outside.holding([page], self._margin))
+        )
+
+    def _fetch(self) -> None:
+        """Have what is late, and what the next exchange may need, read from disk; nothing else."""
+        if self._on_disk:
+            self.levels.fetch(self.outside.holding([*self._late, *self._early], self._margin))
 
     def _heard(self, row: int, queries: Tensor) -> None:
         if self.cache.seen == self._expected:  # else they are of a prompt
@@ -242,6 +293,7 @@ class TieredMemory:
             bytes={
                 **size,
                 **{name: store.bytes for name, store in stores.items()},
+                "fetched": self.levels.fetched_bytes,
                 "summaries": outside.summary_bytes,
             },
             moved_down=outside.moved_down + self.levels.moved_down,

@@ -394,6 +394,14 @@ class Outside:
         budget = self.cache.budget
         return budget is not None and self.cache.kept() + count > budget
 
+    def holding(
+        self, pages: Sequence[int], margin: tuple[int, int] = (0, 0), most: int | None = None
+    ) -> list[int]:
+        """Return the pages of the store that `recall` takes out for some pages, in their order."""
+        wanted = self._windows(pages, margin)
+        wanted = wanted[self._outside(wanted)][:most]
+        return [*dict.fromkeys((wanted // self.page_size).tolist())]
+
     def _windows(self, pages: Sequence[int], margin: tuple[int, int]) -> Tensor:
         """Return the positions of pages and of what lies around them, in the order of their worth.
 

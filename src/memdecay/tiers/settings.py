@@ -50,6 +50,9 @@ class Tiers:
         looks: how often new messages are looked at before they are read. A second look finds more
             than the first, as it sees what that brought back; each takes as long as reading them,
             or their last 512 tokens if they are longer.
+        wait: False lets an answer go on while pages are read from disk for it, so that they come
+            back some steps later, or not at all, as fast as the disk is; True waits for them, so
+            that the same is answered every time.
         no_disk: regions of which nothing is written to disk by this; what is evicted of them
             stays in memory or is lost.
         words: find pages by the rare words that they share with a turn: None only where no heads
@@ -79,6 +82,7 @@ class Tiers:
     pages: int | None = None
     every: int = 16
     looks: int = 2
+    wait: bool = False
     no_disk: Collection[str] = ()
     words: bool | None = None
     quantized: int | None = 0
@@ -124,6 +128,8 @@ class Tiers:
                 f"full_regions is {[*self.full_regions]}, but quantized is 0, so no token is at "
                 f"fewer bits; set quantized to a number of tokens or to None."
             )
+        if not isinstance(self.wait, bool):
+            raise MemDecayError(f"wait is {self.wait!r}, but it must be True or False.")
         if not isinstance(self.exact, bool):
             raise MemDecayError(f"exact is {self.exact!r}, but it must be True or False.")
         if self.words is not None and not isinstance(self.words, bool):
@@ -230,6 +236,7 @@ class Tiers:
             pages=self.pages,
             every=self.every,
             looks=self.looks,
+            wait=self.wait,
             exact=self.exact,
         )
 

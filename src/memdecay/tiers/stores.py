@@ -8,14 +8,15 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from torch import Tensor
 
+from memdecay.engine.interrupts import uninterrupted
 from memdecay.errors import MemDecayError
-from memdecay.tiers.files import Extent, NamelessFile
+from memdecay.tiers.files import Extent, NamelessFile, Reading
 from memdecay.tiers.packing import Layout, nbytes, pack, unpack
 
 if TYPE_CHECKING:
@@ -218,6 +219,9 @@ class DiskStore(Store[Extent]):
     by its checksum, is forgotten; both with a `TierWarning`, and never with an error. The file is
     not mapped: a mapped file that loses its blocks ends the process, a read says so.
 
+    Pages can be fetched: they are read on another thread, and what takes one out waits only if it
+    is being read just then. A copy has fetched nothing.
+
     Args:
         directory: of the file; None for the system's directory of temporary files, which on some
             systems is memory.
@@ -241,6 +245,7 @@ class DiskStore(Store[Extent]):
 
     def _begin(self) -> None:
         self._open = True
+        self._fetched_pages: dict[Extent, Reading] = {}
         self._collected = weakref.finalize(self, self._shared.leave, self._pages)
         self._collected.atexit = False
 
@@ -248,6 +253,35 @@ class DiskStore(Store[Extent]):
     def file_bytes(self) -> int:
         """The length of the file: its pages, those of its copies, and gaps between them."""
         return self._shared.end
+
+    @uninterrupted
+    def fetch(self, page_ids: Iterable[int]) -> None:
+        """Read these pages ahead, in this order, and no others any more (mutates).
+
+        What is fetched takes memory beside, until it is taken out or fetched no more. Pages that
+        are not there are passed over.
+        """
+        with self._lock:
+            wanted = [self._pages[page][1] for page in page_ids if page in self._pages]
+            for place in self._fetched_pages.keys() - {*wanted}:
+                self._shared.drop(self._fetched_pages.pop(place))
+            for place in wanted:
+                if place not in self._fetched_pages:
+                    self._fetched_pages[place] = self._shared.begin_reading(place)
+
+    def arrived(self, page_id: int) -> bool:
+        """Say whether a page that was fetched has been read, or could not be."""
+        with self._lock:
+            if page_id not in self._pages:
+                return False
+            reading = self._fetched_pages.get(self._pages[page_id][1])
+            return reading is not None and reading.job.over
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of what is fetched, on its way or there."""
+        with self._lock:
+            return sum(place.size for place in self._fetched_pages)
 
     def copy(self) -> Self:
         """Return an independent store of the same pages, in the same file; see `Store.copy`."""
@@ -283,9 +317,13 @@ class DiskStore(Store[Extent]):
         return self._shared.write(buffer)
 
     def _fetch(self, place: Extent) -> Tensor:
-        return self._shared.read(place)
+        reading = self._fetched_pages.pop(place, None)
+        return self._shared.read(place) if reading is None else self._shared.finish(reading)
 
     def _free(self, place: Extent) -> None:
+        reading = self._fetched_pages.pop(place, None)
+        if reading is not None:
+            self._shared.drop(reading)
         self._shared.free(place)
 
 
