@@ -49,6 +49,7 @@ def test_memory_then_disk_then_nothing(tmp_path: Path) -> None:
         "quantized": 0,
         "host": 24,
         "disk": 12,
+        "copies": 0,
     }
     assert report.bytes["disk"] == 12 * report.bytes["host"] // 24 == levels.disk.bytes
     gone = report.lost
