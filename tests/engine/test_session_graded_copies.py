@@ -12,7 +12,6 @@ from engine.helpers import kept
 from engine.sessions import system, user
 from engine.tiered import outside, turns
 from memdecay import MemDecayError, Session, Tiers
-from memdecay.engine.graded_cache import GradedCache
 from memdecay.engine.report import TierReport
 
 
@@ -23,7 +22,6 @@ def tiers_of(made: Session) -> TierReport:
 
 
 def coded_of(made: Session) -> list[int]:
-    assert isinstance(made.cache, GradedCache)
     return sorted(made.cache.ledgers[0]["position"][: made.cache.coded_tokens].tolist())
 
 
@@ -100,3 +98,19 @@ def test_copies_go_with_a_copy_of_the_session_and_with_a_reset() -> None:
 def test_exact_is_true_or_false(exact: Any) -> None:
     with pytest.raises(MemDecayError, match=r"exact is .*, but it must be True or False"):
         Tiers(quantized=9, exact=exact)
+
+
+def test_a_copy_that_may_not_be_kept_takes_nothing_with_it() -> None:
+    made = graded(tiers={"host": 0, "disk": None, "no_disk": ["user"], "page_size": 16})
+    made.append([user(2), user(4, region="scratchpad"), user(60)])
+    ledger = made.cache.ledgers[0]
+    mine = ledger["region"] == made.cache.profile.id("user")
+    position = ledger["position"]
+    pages = {*(position[mine] // 16).tolist()} & {*(position[~mine] // 16).tolist()}
+    page = min(pages)
+    there = position // 16 == page
+    others, users = position[there & ~mine].clone(), position[there & mine].clone()
+    outside(made)._forgotten(0, made.cache.take(others))
+    made.cache.lower(users)
+    assert made.cache.coded_tokens
+    assert outside(made).pages == {page: len(others)} and tiers_of(made).lost == 0

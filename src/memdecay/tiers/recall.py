@@ -584,13 +584,19 @@ class Outside:
     def _lowered(self, moved: Moved) -> None:
         """Keep copies of what is about to become codes, if nothing outside has to go for them."""
         for page, part in self._by_page(moved.to("cpu")):
-            before = self._out(page)
+            if not self.store.has_room(part):
+                continue
+            copies, before = self._copies_only(page), self._out(page)
+            whole = part
             if before is not None:
-                part = Moved.joined([before, part])
-            if self.store.has_room(part):
-                self._store(page, part)
-            elif before is not None:
-                self._store(page, before)
+                # A newest token that was taken back may be here as it was.
+                whole = Moved.joined(
+                    [before, part.select(~torch.isin(part.positions, before.positions))]
+                )
+            if self.store.has_room(whole) and self._store(page, whole):
+                continue
+            if before is not None and not self._store(page, before):
+                self.lost += not copies
 
     def _by_page(self, moved: Moved) -> Iterator[tuple[int, Moved]]:
         numbers = moved.positions // self.page_size
