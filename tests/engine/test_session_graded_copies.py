@@ -9,8 +9,8 @@ import torch
 
 from engine.graded_tiers import Followed, graded
 from engine.helpers import kept
-from engine.sessions import system, user
-from engine.tiered import outside, turns
+from engine.sessions import NEVER, assistant, failing, system, user
+from engine.tiered import outside, outside_positions, tiered, turns
 from memdecay import MemDecayError, Session, Tiers
 from memdecay.engine.report import TierReport
 
@@ -114,3 +114,18 @@ def test_a_copy_that_may_not_be_kept_takes_nothing_with_it() -> None:
     made.cache.lower(users)
     assert made.cache.coded_tokens
     assert outside(made).pages == {page: len(others)} and tiers_of(made).lost == 0
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_a_newest_token_that_an_undone_answer_let_go_is_not_outside(down: bool) -> None:
+    options: dict[str, Any] = {"template": "mistral", "policy": "streaming", "page_size": 1}
+    made = graded(tiers={"quantized": None}, **options) if down else tiered(**options)
+    made.append([user(12), assistant(9), user(12)])
+    assert not made.conversation.generation_prompt().ids
+    newest = made.cache.seen - 1
+    with failing(made.model, 95, RuntimeError), pytest.raises(RuntimeError, match="on purpose"):
+        made.generate(max_new_tokens=100, eos_token_id=NEVER)
+    assert newest in kept(made.cache) and newest not in coded_of(made)
+    tokens = tiers_of(made).tokens
+    assert newest not in outside_positions(made)
+    assert sum(tokens.values()) - tokens["copies"] == made.report().seen_tokens

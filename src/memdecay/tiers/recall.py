@@ -673,6 +673,22 @@ class Outside:
             left = None if moved is None else moved.select(moved.positions < seen)
             if left is not None and len(left):
                 self._keep(left)
+        self._put_back_by_rollback(seen - 1)
+
+    def _put_back_by_rollback(self, newest: int) -> None:
+        """Forget the newest token if it is in the cache as it was: it may have left it meanwhile.
+
+        An answer may begin with the newest token being read again. If that fails when it has gone
+        out or down, it is put back.
+        """
+        page = newest // self.page_size
+        if self._there.get(page, 0) >> newest % self.page_size & 1:
+            cache = self.cache
+            if newest in cache.ledgers[0]["position"][cache.coded_tokens :].tolist():
+                moved = self._out(page)
+                left = None if moved is None else moved.select(moved.positions != newest)
+                if left is not None and len(left):
+                    self._keep(left)
 
 
 def _exactly(part: Moved, exact: Moved) -> Moved:
