@@ -129,3 +129,15 @@ def test_a_newest_token_that_an_undone_answer_let_go_is_not_outside(down: bool) 
     tokens = tiers_of(made).tokens
     assert newest not in outside_positions(made)
     assert sum(tokens.values()) - tokens["copies"] == made.report().seen_tokens
+
+
+@pytest.mark.parametrize("tiers", [{"host": 12}, {"host": 12, "disk": 16}, {"host": 0, "disk": 8}])
+def test_of_pages_that_go_at_once_none_passes_for_a_copy(tiers: dict[str, Any]) -> None:
+    made = graded(tiers={"every": 0, **tiers})
+    made.append([user(100)])
+    room = sum(size for size in tiers.values() if size)
+    made.cache.shrink(made.cache.kept() - 40)
+    report = made.report()
+    assert report.evicted_tokens >= 40 and not tiers_of(made).tokens["copies"]
+    assert room - 4 < outside(made).tokens <= room
+    assert tiers_of(made).lost >= (report.evicted_tokens - room) / 4
