@@ -9,10 +9,9 @@ import torch
 
 from engine.graded_tiers import Followed, graded
 from engine.helpers import kept
-from engine.sessions import system, user
-from engine.tiered import outside, turns
+from engine.sessions import NEVER, assistant, failing, system, user
+from engine.tiered import outside, outside_positions, tiered, turns
 from memdecay import MemDecayError, Session, Tiers
-from memdecay.engine.graded_cache import GradedCache
 from memdecay.engine.report import TierReport
 
 
@@ -23,7 +22,6 @@ def tiers_of(made: Session) -> TierReport:
 
 
 def coded_of(made: Session) -> list[int]:
-    assert isinstance(made.cache, GradedCache)
     return sorted(made.cache.ledgers[0]["position"][: made.cache.coded_tokens].tolist())
 
 
@@ -100,3 +98,46 @@ def test_copies_go_with_a_copy_of_the_session_and_with_a_reset() -> None:
 def test_exact_is_true_or_false(exact: Any) -> None:
     with pytest.raises(MemDecayError, match=r"exact is .*, but it must be True or False"):
         Tiers(quantized=9, exact=exact)
+
+
+def test_a_copy_that_may_not_be_kept_takes_nothing_with_it() -> None:
+    made = graded(tiers={"host": 0, "disk": None, "no_disk": ["user"], "page_size": 16})
+    made.append([user(2), user(4, region="scratchpad"), user(60)])
+    ledger = made.cache.ledgers[0]
+    mine = ledger["region"] == made.cache.profile.id("user")
+    position = ledger["position"]
+    pages = {*(position[mine] // 16).tolist()} & {*(position[~mine] // 16).tolist()}
+    page = min(pages)
+    there = position // 16 == page
+    others, users = position[there & ~mine].clone(), position[there & mine].clone()
+    outside(made)._forgotten(0, made.cache.take(others))
+    made.cache.lower(users)
+    assert made.cache.coded_tokens
+    assert outside(made).pages == {page: len(others)} and tiers_of(made).lost == 0
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_a_newest_token_that_an_undone_answer_let_go_is_not_outside(down: bool) -> None:
+    options: dict[str, Any] = {"template": "mistral", "policy": "streaming", "page_size": 1}
+    made = graded(tiers={"quantized": None}, **options) if down else tiered(**options)
+    made.append([user(12), assistant(9), user(12)])
+    assert not made.conversation.generation_prompt().ids
+    newest = made.cache.seen - 1
+    with failing(made.model, 95, RuntimeError), pytest.raises(RuntimeError, match="on purpose"):
+        made.generate(max_new_tokens=100, eos_token_id=NEVER)
+    assert newest in kept(made.cache) and newest not in coded_of(made)
+    tokens = tiers_of(made).tokens
+    assert newest not in outside_positions(made)
+    assert sum(tokens.values()) - tokens["copies"] == made.report().seen_tokens
+
+
+@pytest.mark.parametrize("tiers", [{"host": 12}, {"host": 12, "disk": 16}, {"host": 0, "disk": 8}])
+def test_of_pages_that_go_at_once_none_passes_for_a_copy(tiers: dict[str, Any]) -> None:
+    made = graded(tiers={"every": 0, **tiers})
+    made.append([user(100)])
+    room = sum(size for size in tiers.values() if size)
+    made.cache.shrink(made.cache.kept() - 40)
+    report = made.report()
+    assert report.evicted_tokens >= 40 and not tiers_of(made).tokens["copies"]
+    assert room - 4 < outside(made).tokens <= room
+    assert tiers_of(made).lost >= (report.evicted_tokens - room) / 4

@@ -109,6 +109,7 @@ class Outside:
         self.page_size = page_size
         self.exact = exact and cache.full_precision is not None
         self._there: dict[int, int] = {}  # of each page, a bit for each token that is here
+        self._leaving: dict[int, int] = {}  # likewise for what the cache is about to evict
         self._summaries: Summaries | None = None
         self._words = Words() if words else None
         self.ids: Sequence[int] = ()
@@ -138,7 +139,7 @@ class Outside:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.cache, other.store = cache, self.store.copy()
-        other._there = dict(self._there)
+        other._there, other._leaving = dict(self._there), {}
         other._summaries = copy.deepcopy(self._summaries)
         other._words = copy.deepcopy(self._words)
         other._attach()
@@ -485,8 +486,9 @@ class Outside:
     def _copies_only(self, page: int) -> bool:
         """Say whether all that is here of a page is in the cache too."""
         coded = self._coded()
-        there = self._there.get(page, 0)
-        return not there & ~self._bits(coded[coded // self.page_size == page]).get(page, 0)
+        coded = coded[coded // self.page_size == page]
+        staying = self._bits(coded).get(page, 0) & ~self._leaving.get(page, 0)
+        return not self._there.get(page, 0) & ~staying
 
     def _outside(self, positions: Tensor) -> Tensor:
         """Return `(n,)` bool: whether something of these positions is here."""
@@ -558,14 +560,22 @@ class Outside:
 
     def _forgotten(self, row: int, moved: Moved) -> None:
         """Keep what the cache is about to evict."""
-        self.moved_down += self._keep(moved.to("cpu"))
+        try:
+            self.moved_down += self._keep(moved.to("cpu"), leaving=True)
+        finally:
+            self._leaving = {}
 
-    def _keep(self, moved: Moved) -> int:
-        """Keep tokens, each with what is here of its page already; returns how many pages."""
+    def _keep(self, moved: Moved, *, leaving: bool = False) -> int:
+        """Keep tokens, each with what is here of its page already; returns how many pages.
+
+        Those that are about to leave the cache (`leaving`) are no copies of it from then on.
+        """
         count = 0
         for page, part in self._by_page(moved):
             rest = None
             before = self._out(page)
+            if leaving:
+                self._leaving |= self._bits(part.positions)
             if before is not None:
                 copied = torch.isin(before.positions, part.positions)
                 if bool(copied.any()):
@@ -584,13 +594,19 @@ class Outside:
     def _lowered(self, moved: Moved) -> None:
         """Keep copies of what is about to become codes, if nothing outside has to go for them."""
         for page, part in self._by_page(moved.to("cpu")):
-            before = self._out(page)
+            if not self.store.has_room(part):
+                continue
+            copies, before = self._copies_only(page), self._out(page)
+            whole = part
             if before is not None:
-                part = Moved.joined([before, part])
-            if self.store.has_room(part):
-                self._store(page, part)
-            elif before is not None:
-                self._store(page, before)
+                # A newest token that was taken back may be here as it was.
+                whole = Moved.joined(
+                    [before, part.select(~torch.isin(part.positions, before.positions))]
+                )
+            if self.store.has_room(whole) and self._store(page, whole):
+                continue
+            if before is not None and not self._store(page, before):
+                self.lost += not copies
 
     def _by_page(self, moved: Moved) -> Iterator[tuple[int, Moved]]:
         numbers = moved.positions // self.page_size
@@ -603,7 +619,7 @@ class Outside:
             return
         for page, coded in self._bits(self._coded()).items():
             there = self._there.get(page, 0)
-            if there and not there & ~coded:
+            if there and not there & ~(coded & ~self._leaving.get(page, 0)):
                 self._struck(page)
                 self.store.discard(page)
                 if self.store.has_room(part):
@@ -667,6 +683,22 @@ class Outside:
             left = None if moved is None else moved.select(moved.positions < seen)
             if left is not None and len(left):
                 self._keep(left)
+        self._put_back_by_rollback(seen - 1)
+
+    def _put_back_by_rollback(self, newest: int) -> None:
+        """Forget the newest token if it is in the cache as it was: it may have left it meanwhile.
+
+        An answer may begin with the newest token being read again. If that fails when it has gone
+        out or down, it is put back.
+        """
+        page = newest // self.page_size
+        if self._there.get(page, 0) >> newest % self.page_size & 1:
+            cache = self.cache
+            if newest in cache.ledgers[0]["position"][cache.coded_tokens :].tolist():
+                moved = self._out(page)
+                left = None if moved is None else moved.select(moved.positions != newest)
+                if left is not None and len(left):
+                    self._keep(left)
 
 
 def _exactly(part: Moved, exact: Moved) -> Moved:
