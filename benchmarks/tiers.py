@@ -3,7 +3,7 @@
     python benchmarks/tiers.py [--quick] [--graded] [--json FILE]
 
 Times are of one thread on the CPU, not of the clock, so a busy machine disturbs them less. Takes a
-minute; --quick takes 20 seconds and is noisier. --graded measures instead what tokens at fewer bits
+minute; --quick takes 20 seconds and is noisier. --graded measures too what tokens at fewer bits
 inside the cache cost: their bytes, and a decode step over them. --json writes the rows to a file
 too, for `memdecay study tiers-report --costs`.
 """
@@ -337,11 +337,10 @@ def main() -> None:
     rounds = 3 if arguments.quick else 15
     torch.set_num_threads(1)
     table = Table("what", "model", "measured", "at most")
+    rows = [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]
+    rows += [one for name in SHAPES for one in in_caches(name, rounds)]
     if arguments.graded:
-        rows = [row for name in SHAPES for row in graded(name, rounds)]
-    else:
-        rows = [*(one for name in HEAD_DIM for one in measure(name, rounds)), *words(rounds)]
-        rows += [one for name in SHAPES for one in in_caches(name, rounds)]
+        rows += [row for name in SHAPES for row in graded(name, rounds)]
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
         digits = {"times": 3, "bits": 2}.get(row.unit, 1)
