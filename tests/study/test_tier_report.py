@@ -106,11 +106,14 @@ def test_smollm2_is_held_to_its_log_probability(tmp_path: Path) -> None:
             tmp_path / str(off),
             rows("full", full, 1.0, **small).assign(gold_logprob=-2.0),
             rows("memdecay-tiers", full, **small).assign(gold_logprob=-2.0 * off),
+            rows("memdecay-tiers-int4", full, 0.125, **small).assign(gold_logprob=-2.0 * off),
         )
-        met = goals(read([folder]))
-        [goal] = [one for one in met if "log-probability" in one.what]
-        assert goal.reached is reached, off
-        assert f"{-2 * off:.2f}".replace("-", "−") in goal.found
+        met = [one for one in goals(read([folder])) if "log-probability" in one.what]
+        names = [goal.what.split(":")[0] for goal in met]
+        assert names == ["`memdecay-tiers` at 25%", "`memdecay-tiers-int4`"]
+        for goal in met:
+            assert goal.reached is reached, off
+            assert f"{-2 * off:.2f}".replace("-", "−") in goal.found
 
 
 def test_costs_and_traces_are_targets_too(folder: Path, tmp_path: Path) -> None:

@@ -201,25 +201,32 @@ def _recall_goals(one: Findings) -> list[Goal]:
             if part.probes:
                 what = f"`{policy}` at {BUDGET:.0%}: recall of {region} facts, as a share of full's"
                 found.append(_goal(what, one.name, part, SHARE))
-        if LOGPROB_MODEL in one.model:
-            ours, full = _logprobs(probes, policy)
-            off = ours / full - 1 if full else math.nan
-            found.append(
-                Goal(
-                    f"`{policy}` at {BUDGET:.0%}: log-probability of right answers, from full's",
-                    one.name,
-                    f"within {LOGPROB:.0%}",
-                    f"{number(ours, 2)} against {number(full, 2)} nats, "
-                    f"{number(-100 * off, 1, signed=True)}%",
-                    off <= LOGPROB + 1e-9,
-                )
-            )
+        found += _logprob_goals(one, policy, BUDGET, f"`{policy}` at {BUDGET:.0%}")
     for policy in CODED:
         if (probes["policy"] == policy).any():
             part = share(probes, policy, CODED_BUDGET, NON_SYSTEM)
             what = f"`{policy}`: recall outside the system region, as a share of full's"
             found.append(_goal(what, one.name, part, CODED_SHARE))
+            found += _logprob_goals(one, policy, CODED_BUDGET, f"`{policy}`")
     return found
+
+
+def _logprob_goals(one: Findings, policy: str, budget: float, name: str) -> list[Goal]:
+    """Return the goal of the model that is held against the full cache by log-probability."""
+    if LOGPROB_MODEL not in one.model:
+        return []
+    ours, full = _logprobs(one.probes, policy, budget)
+    off = ours / full - 1 if full else math.nan
+    return [
+        Goal(
+            f"{name}: log-probability of right answers, from full's",
+            one.name,
+            f"within {LOGPROB:.0%}",
+            f"{number(ours, 2)} against {number(full, 2)} nats, "
+            f"{number(-100 * off, 1, signed=True)}%",
+            off <= LOGPROB + 1e-9,
+        )
+    ]
 
 
 def _goal(what: str, where: str, part: Share, goal: float) -> Goal:
@@ -231,9 +238,9 @@ def _goal(what: str, where: str, part: Share, goal: float) -> Goal:
     return Goal(what, where, f"≥ {goal:g}", found, reached)
 
 
-def _logprobs(probes: pd.DataFrame, policy: str) -> tuple[float, float]:
-    """Return the means of a policy at a quarter and of the full cache, over the probes of both."""
-    some = probes[(probes["policy"] == policy) & (probes["budget"] == BUDGET)]
+def _logprobs(probes: pd.DataFrame, policy: str, budget: float) -> tuple[float, float]:
+    """Return the means of a policy at a budget and of the full cache, over the probes of both."""
+    some = probes[(probes["policy"] == policy) & (probes["budget"] == budget)]
     whole = probes[probes["policy"] == "full"]
     pairs = some.merge(whole, on=_EPISODE, suffixes=("", "_full"), validate="one_to_one")
     return float(pairs["gold_logprob"].mean()), float(pairs["gold_logprob_full"].mean())
