@@ -330,7 +330,7 @@ def test_an_interrupted_write_leaves_no_trace() -> None:
 def test_a_directory_that_cannot_be_used_is_refused(directory: object, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     given = directory if directory in (3.5, "a\0b") else str(tmp_path / str(directory))
-    with pytest.raises(MemDecayError, match=r"directory is .*, but no file can be made there: "):
+    with pytest.raises(MemDecayError, match=r"disk_folder is .*, but no file can be made there: "):
         DiskStore(given)  # type: ignore[arg-type]
 
 

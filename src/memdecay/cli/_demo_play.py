@@ -331,7 +331,7 @@ def _tiered_standfirst(result: dict[str, Any], right: dict[str, int], count: int
     if more is None:
         keeps = f"keeps it in the cache at {bits} bits"
     else:
-        first = f"{more:,} of it in the cache at {bits} bits, the rest" if bits else "it"
+        first = f"about {more:,} of it in the cache at {bits} bits, the rest" if bits else "it"
         keeps = (
             f"keeps {first} in memory, and brings back what a message asks for before it is read"
         )

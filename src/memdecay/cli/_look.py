@@ -112,7 +112,7 @@ def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
     """
     came_back = report["came_back"]
     back = f"{came_back:,} page{'' if came_back == 1 else 's'} came back"
-    table = titled(f"Where the tokens of {name} are at the end; {back}")
+    table = titled(f"Where {name} has its tokens at the end, and the memory set aside; {back}")
     table.add_column("")
     for column in ("tokens", "memory"):
         table.add_column(column, justify="right")
@@ -123,7 +123,7 @@ def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
         "host": "outside, in memory",
         "disk": "outside, on disk",
         "summaries": "what they are found by",
-        "scratch": "one layer read at full precision",
+        "scratch": "scratch, for one layer at full precision",
     }
     for key, label in names.items():
         size = report["bytes"][key]
@@ -131,7 +131,8 @@ def tiers(name: str, report: Mapping[str, Any], bits: int | None) -> Table:
             tokens = report["tokens"].get(key)
             table.add_row(label, "" if tokens is None else f"{tokens:,}", megabytes(size))
         if key == "disk" and copies:
-            table.add_row(f"exact copies of those at {bits} bits, outside", f"{copies:,}", "in it")
+            label = f"exact copies of those at {bits} bits, in memory too"
+            table.add_row(label, f"{copies:,}", "(above)")
     return table
 
 

@@ -47,7 +47,8 @@ QuantizedText = Annotated[
     ),
 ]
 Bits = Annotated[
-    int | None, typer.Option("--bits", help="Of a number of those: 4 or 8.", show_default="4")
+    int | None,
+    typer.Option("--bits", help="Bits a number of them takes: 4 or 8.", show_default="4"),
 ]
 WITH_TIERS = "+tiers"
 """What the name of a policy ends with where its session has tiers."""
@@ -158,7 +159,7 @@ def asked_tiers(
     except BudgetError:
         raise BudgetError(
             f"--quantized is {text!r}, but must be a whole number of tokens, such as 1024, a share "
-            f"above 0% and up to 100%, such as 25%, or all."
+            f"above 0% and up to 100%, such as 25%, 0 for none, or all."
         ) from None
     return AskedTiers(text, dataclasses.replace(asked, option="--quantized"), bits or 4)
 

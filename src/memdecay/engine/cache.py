@@ -339,7 +339,10 @@ class MemDecayCache(AttachedCache):
                 f"full_regions is {full_regions!r}, but it must be a sequence of names of regions."
             )
         else:
-            regions = tuple(self.profile.id(name) for name in full_regions)
+            try:
+                regions = tuple(self.profile.id(name) for name in full_regions)
+            except ProfileError as error:
+                raise ProfileError(f"full_regions is {[*full_regions]}: {error}") from None
         if self.full_precision is None:
             return regions
         _check_integer("full_precision", self.full_precision, 1, BudgetError)

@@ -101,7 +101,8 @@ class TierReport:
         moved_down: pages, or parts of them, that went from the cache to a tier or from memory to
             disk, however often.
         came_back: pages that came back into the budget, likewise.
-        lost: pages for which no tier had room, or that could not be read or written.
+        lost: pages for which no tier had room, or that could not be read or written; where there
+            is neither memory nor disk, pages that the policy evicted, which may be single tokens.
     """
 
     tokens: Mapping[str, int]

@@ -54,21 +54,21 @@ class NamelessFile:
     For several threads.
 
     Args:
-        directory: of the file; None for the system's directory of temporary files.
+        disk_folder: of the file; None for the system's directory of temporary files.
 
     Raises:
         MemDecayError: no file can be made in the directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+    def __init__(self, disk_folder: str | os.PathLike[str] | None) -> None:
         try:
             made = tempfile.TemporaryFile(  # noqa: SIM115
-                buffering=0, prefix=".memdecay-", dir=directory
+                buffering=0, prefix=".memdecay-", dir=disk_folder
             )
         except (OSError, TypeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise MemDecayError(
-                f"directory is {directory!r}, but no file can be made there: {reason}."
+                f"disk_folder is {disk_folder!r}, but no file can be made there: {reason}."
             ) from error
         self.file: Any = made
         self._extents = Extents()

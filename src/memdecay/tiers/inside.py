@@ -24,6 +24,7 @@ def inside(cache: MemDecayCache) -> tuple[dict[str, int], dict[str, int]]:
         "host": 0,
         "disk": 0,
         "scratch": parts.get("scratch", 0),
+        "fetched": 0,
         "summaries": 0,
     }
     return tokens, size

@@ -12,8 +12,9 @@ from typing import Any
 from memdecay.engine.cache import MemDecayCache
 from memdecay.engine.graded import BITS, GROUP
 from memdecay.engine.memory import Memory
-from memdecay.errors import BudgetError, MemDecayError
+from memdecay.errors import BudgetError, MemDecayError, ProfileError
 from memdecay.policy import Policy
+from memdecay.regions import Profile
 from memdecay.tiers.inside import InsideOnly
 from memdecay.tiers.levels import Levels
 from memdecay.tiers.memory import TieredMemory
@@ -61,7 +62,8 @@ class Tiers:
             among the first four for 0.6 (SmolLM2, short tier), heads for 0.4 to 1.0 and 0.9 to
             1.0; both together did worse than heads.
         quantized: how many tokens more than the session's budget are kept, so that the budget is
-            of those at full precision; None for any number, then nothing goes out; 0 for no such
+            of those at full precision. Where fewer are, as after an exchange, more are at fewer
+            bits: the sum holds. None for any number, then nothing goes out; 0 for no such
             tier.
         bits: 4 or 8, of a number of them.
         full_regions: regions whose tokens are never at fewer bits, as those that pins keep; if
@@ -211,7 +213,7 @@ class Tiers:
                 f"quantized is {self.quantized}, but the cache has full_precision="
                 f"{cache.full_precision}; make it with `cache_settings`, or use a Session."
             )
-        not_on_disk = [cache.profile.id(name) for name in self.no_disk]
+        not_on_disk = _numbers("no_disk", self.no_disk, cache.profile)
         if self.host == 0 and self.disk == 0:
             return InsideOnly(cache)
         heads = cache.recall_heads
@@ -271,6 +273,18 @@ def _limits(name: str, value: object) -> dict[str, int | None]:
         f"{name} is {value!r}, but it must be a number of tokens of at least 0, a size such as "
         f"'512MB' or '2GiB', or None for no limit."
     )
+
+
+def _numbers(name: str, regions: Collection[str], profile: Profile) -> list[int]:
+    """Return regions by their numbers.
+
+    Raises:
+        ProfileError: one is unknown.
+    """
+    try:
+        return [profile.id(region) for region in regions]
+    except ProfileError as error:
+        raise ProfileError(f"{name} is {[*regions]}: {error}") from None
 
 
 def _regions(name: str, value: object) -> tuple[str, ...]:

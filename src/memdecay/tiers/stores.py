@@ -223,7 +223,7 @@ class DiskStore(Store[Extent]):
     is being read just then. A copy has fetched nothing.
 
     Args:
-        directory: of the file; None for the system's directory of temporary files, which on some
+        disk_folder: of the file; None for the system's directory of temporary files, which on some
             systems is memory.
         max_tokens: tokens that it may hold, None for any number.
         max_bytes: bytes that its pages may take, likewise.
@@ -234,13 +234,13 @@ class DiskStore(Store[Extent]):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | None = None,
+        disk_folder: str | os.PathLike[str] | None = None,
         *,
         max_tokens: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
         super().__init__(max_tokens=max_tokens, max_bytes=max_bytes)
-        self._shared = NamelessFile(directory)
+        self._shared = NamelessFile(disk_folder)
         self._begin()
 
     def _begin(self) -> None:
