@@ -89,18 +89,8 @@ class Followed(Lockstep):
         if kwargs.get("cache") is not self.cache:
             return
         start = len(self.ids)
-        new = kwargs["input_ids"][0, start - self.cache.seen :].tolist()
-        self.ids += new
-        total = len(self.ids)
-        assert total == self.cache.seen
-        visible = torch.arange(total)[None] <= torch.arange(start, total)[:, None]
-        visible[:, sorted(self.hidden)] = False
-        theirs = self.model(
-            input_ids=torch.tensor([new]),
-            attention_mask=visible[None, None],
-            position_ids=torch.arange(start, total)[None],
-            cache=self.theirs,
-        ).logits[0]
+        theirs = self.read(kwargs["input_ids"][0, start - self.cache.seen :].tolist())
+        assert len(self.ids) == self.cache.seen
         rows = kwargs.get("logits_to_keep")
         said: Tensor = out.logits[0]
         expected = theirs[rows] if isinstance(rows, Tensor) else theirs[-len(said) :]

@@ -139,19 +139,24 @@ class Lockstep:
         count = self.rng.choice([1, 1, 2, 5, 12]) if count is None else count
         new = [self.rng.randrange(3, 211) for _ in range(count)]
         ours = self.model(input_ids=torch.tensor([new]), cache=self.cache).logits[0]
+        theirs = self.read(new)
+        self.worst = max(self.worst, float((ours - theirs).abs().max()))
+
+    def read(self, new: list[int]) -> Tensor:
+        """Let the reference read tokens that ours has read; returns its logits."""
         start = len(self.ids)
         self.ids += new
         total = len(self.ids)
-        key = torch.arange(total)
-        visible = key[None] <= torch.arange(start, total)[:, None]
+        visible = torch.arange(total)[None] <= torch.arange(start, total)[:, None]
         visible[:, sorted(self.hidden)] = False
-        theirs = self.model(
+        out = self.model(
             input_ids=torch.tensor([new]),
             attention_mask=visible[None, None],
             position_ids=torch.arange(start, total)[None],
             cache=self.theirs,
-        ).logits[0]
-        self.worst = max(self.worst, float((ours - theirs).abs().max()))
+        )
+        logits: Tensor = out.logits[0]
+        return logits
 
     def some(self) -> list[int]:
         ledger = self.cache.ledgers[0]

@@ -126,6 +126,11 @@ def _seen(recording: Recording) -> Seen | None:
 
 def asked(setting: Setting, episode: Episode, probe: Probe) -> dict[str, Any]:
     """Return what a row says of its question, whatever was kept for it."""
+    about = {"region": probe.fact.region, "fact_kind": probe.fact.kind}
+    return {**_read(setting, episode), **about}
+
+
+def _read(setting: Setting, episode: Episode) -> dict[str, Any]:
     return {
         "setting": setting.name,
         "model": setting.model_name,
@@ -133,8 +138,6 @@ def asked(setting: Setting, episode: Episode, probe: Probe) -> dict[str, Any]:
         "dtype": setting.dtype,
         "scenario": episode.scenario,
         "variant": episode.variant,
-        "region": probe.fact.region,
-        "fact_kind": probe.fact.kind,
     }
 
 
@@ -169,14 +172,8 @@ def _row(
 
 def exported(recording: Recording, setting: Setting) -> dict[str, Any]:
     """Return what a peer needs to be asked the same, as JSON values (docs/peers.md)."""
-    episode = recording.episode
     return {
-        "setting": setting.name,
-        "model": setting.model_name,
-        "tier": setting.tier,
-        "dtype": setting.dtype,
-        "scenario": episode.scenario,
-        "variant": episode.variant,
+        **_read(setting, recording.episode),
         "context_ids": recording.tape.ids,
         "budgets": {str(share): budget_tokens(share, recording.seq_len) for share in (0.5, 0.25)},
         "probes": [
