@@ -199,8 +199,8 @@ class Outside:
         """For each page, of how many tokens an exact copy is here while their codes are kept."""
         return {
             page: both.bit_count()
-            for page, coded in self._bits(self._coded()).items()
-            if (both := coded & self._there.get(page, 0))
+            for page, codes in self._codes().items()
+            if (both := codes & self._there.get(page, 0))
         }
 
     @property
@@ -483,12 +483,17 @@ class Outside:
             bits[page] = bits.get(page, 0) | 1 << offset
         return bits
 
+    def _codes(self, page: int | None = None) -> dict[int, int]:
+        """Return of each page, or of one, a bit for each token that is codes and stays so."""
+        coded = self._coded()
+        if page is not None:
+            coded = coded[coded // self.page_size == page]
+        bits = self._bits(coded)
+        return {page: codes & ~self._leaving.get(page, 0) for page, codes in bits.items()}
+
     def _copies_only(self, page: int) -> bool:
         """Say whether all that is here of a page is in the cache too."""
-        coded = self._coded()
-        coded = coded[coded // self.page_size == page]
-        staying = self._bits(coded).get(page, 0) & ~self._leaving.get(page, 0)
-        return not self._there.get(page, 0) & ~staying
+        return not self._there.get(page, 0) & ~self._codes(page).get(page, 0)
 
     def _outside(self, positions: Tensor) -> Tensor:
         """Return `(n,)` bool: whether something of these positions is here."""
@@ -617,9 +622,9 @@ class Outside:
         """Make room for what would be lost without it."""
         if not self.exact or self.store.has_room(part):
             return
-        for page, coded in self._bits(self._coded()).items():
+        for page, codes in self._codes().items():
             there = self._there.get(page, 0)
-            if there and not there & ~(coded & ~self._leaving.get(page, 0)):
+            if there and not there & ~codes:
                 self._struck(page)
                 self.store.discard(page)
                 if self.store.has_room(part):
