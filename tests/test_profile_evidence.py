@@ -167,6 +167,7 @@ def test_that_head_is_fine() -> None:
     """Else the bad ones below could be bad for another reason."""
     assert check_evidence({"read": [HEAD]}) == {"read": (ONE,)}
     assert EvidenceHead(0, 0, READ, 1, 0, 2) == EvidenceHead(0, 0, READ, 1.0, 0.0, 2.0)
+    assert EvidenceHead(0, 0, READ, -1).weight == -1.0
 
 
 INTEGER = "it must be an integer of at least 0"
@@ -174,10 +175,12 @@ ABOVE = "it must be a finite number above 0"
 BAD_HEADS = [
     *((name, value, INTEGER) for name in ("layer", "head") for value in (-1, 1.0, True, "1", None)),
     *(
-        (name, value, ABOVE)
-        for name in ("weight", "std")
-        for value in (0, 0.0, -1, float("nan"), float("inf"), True, "1", None, [1], 10**400, 1e39)
+        (name, value, allowed)
+        for name, allowed in (("weight", "it must be a finite number other than 0"), ("std", ABOVE))
+        for value in (0, 0.0, float("nan"), float("inf"), True, "1", None, [1], 10**400, 1e39)
     ),
+    ("std", -1, ABOVE),
+    ("weight", -1e39, "it must be a finite number other than 0"),
     *(
         ("mean", value, "it must be a finite number.")
         for value in (float("nan"), -float("inf"), False, "-4", None, 10**400, -1e39)

@@ -21,6 +21,7 @@ SETS = ("read", "replay", "recall")
 """What a set of heads is for: a policy that only reads, one that may also replay, or finding what
 was evicted when it is asked for."""
 _LARGEST = 3.4028234663852886e38  # of float32, which scores are worked out in
+_ALLOWED = {"weight": " other than 0", "std": " above 0"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EvidenceHead:
         layer: its layer.
         head: the query head in that layer.
         when: "read" or "replay"; "ask" for one that is watched at a question.
-        weight: its share in the evidence, above 0.
+        weight: its share in the evidence, not 0; below 0 if it looks at what will not be needed.
         mean: of log(ε + peak) over the tokens of the calibration's episodes; not used at a
             question, whose claims are compared among the pages that there are.
         std: likewise, above 0.
@@ -65,8 +66,9 @@ class EvidenceHead:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             in_range = number and -_LARGEST <= value <= _LARGEST  # false for NaN
-            if not in_range or (name != "mean" and value <= 0):
-                allowed = "a finite number" if name == "mean" else "a finite number above 0"
+            refused = {"weight": value == 0, "std": number and value <= 0}.get(name, False)
+            if not in_range or refused:
+                allowed = f"a finite number{_ALLOWED.get(name, '')}"
                 raise ProfileError(
                     f"{name} of an evidence head is {value!r}, but it must be {allowed}."
                 )

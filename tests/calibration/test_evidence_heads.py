@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from memdecay.calibration.evidence import (
     COUNTS,
+    RIDGE,
     Watched,
+    around,
     auc,
     choose,
     held_out,
     measured,
+    pursue,
     smooth,
     told,
 )
@@ -122,9 +126,39 @@ class TestChoose:
         heads, reached = choose([episode(seed, tells) for seed in range(6)], use)
         assert set(tells) <= places(heads)
         weights = {place: one.weight for one in heads for place in tells if place in places((one,))}
-        assert sum(one.weight for one in heads) == COUNTS[use]
-        assert sum(weights.values()) > COUNTS[use] / 2
+        assert sum(abs(one.weight) for one in heads) == pytest.approx(1, abs=1e-3)
+        others = [abs(one.weight) for one in heads if not places((one,)) <= set(tells)]
+        assert min(weights.values()) > 0
+        assert statistics.fmean(weights.values()) > 3 * statistics.fmean(others)
         assert 0.9 < reached <= 1.0
+
+    def test_a_head_that_looks_at_what_is_not_needed_counts_against(self) -> None:
+        """Alone it tells little; with a head that looks at both it tells them apart."""
+        made = []
+        for seed in range(6):
+            one = episode(seed, {})
+            decoy = torch.zeros(160, dtype=torch.bool)
+            for start in (30, 80, 120):
+                decoy[start : start + 6] = True
+            peaks = one.peaks.clone()
+            peaks[0, 0, 0, one.needed | decoy] *= 40
+            peaks[0, 2, 1, decoy] *= 40
+            made.append(Watched(one.cluster, peaks.clamp(max=1), one.needed, one.counted))
+        heads, reached = choose(made, "read")
+        weight = {(one.layer, one.head): one.weight for one in heads}
+        assert weight[0, 0] > 0.2 and weight[2, 1] < -0.1 and reached > 0.95
+        positive = [one for one in heads if one.weight > 0]
+        assert sum(told(one, positive) for one in made) / 6 < reached - 0.02
+
+    def test_heads_of_reading_are_the_first_of_those_of_replay(self) -> None:
+        made = [episode(seed, BOTH) for seed in range(6)]
+        read, _ = choose(made, "read")
+        replay, _ = choose(made, "replay")
+        assert [(one.layer, one.head) for one in read] == [
+            (one.layer, one.head) for one in replay if one.when == READ
+        ]
+        assert {one.when for one in replay[: len(read)]} == {READ}
+        assert {one.when for one in replay[len(read) :]} == {REPLAY}
 
     def test_a_set_for_reading_sees_no_replay(self) -> None:
         loud = {**READS, (1, 1, 1): 4.0}
@@ -163,8 +197,7 @@ class TestChoose:
             reached, abs=0.005
         )
 
-    def test_one_loud_head_does_not_take_every_place(self) -> None:
-        """A second one that tells something else is worth more than the first again."""
+    def test_heads_that_tell_different_things_are_all_taken(self) -> None:
         made = []
         for seed in range(6):
             one = episode(seed, {})
@@ -205,6 +238,52 @@ class TestChoose:
 
 def of(cluster: str, watched: Watched) -> Watched:
     return Watched(cluster, watched.peaks, watched.needed, watched.counted)
+
+
+class TestPursuit:
+    """Against a search that fits every candidate by numpy."""
+
+    @SEEDED
+    @given(st.integers(2, 7), st.integers(0, 9999))
+    def test_each_choice_leaves_least_unexplained(self, variables: int, seed: int) -> None:
+        dice = np.random.default_rng(seed)
+        values = dice.normal(size=(60, variables)) @ dice.normal(size=(variables, variables))
+        wanted = values @ dice.normal(size=variables) + dice.normal(size=60)
+        covariance, shared_with = values.T @ values / 60, values.T @ wanted / 60
+        ridge = RIDGE * covariance.diagonal().mean()
+
+        def fitted(chosen: list[int]) -> tuple[float, np.ndarray]:
+            among = covariance[np.ix_(chosen, chosen)] + ridge * np.eye(len(chosen))
+            weights = np.linalg.solve(among, shared_with[chosen])
+            rest = wanted - values[:, chosen] @ weights
+            return float(rest @ rest / 60 + ridge * weights @ weights), weights
+
+        chosen: list[int] = []
+        for _ in range(min(4, variables)):
+            left = [one for one in range(variables) if one not in chosen]
+            chosen.append(min(left, key=lambda one: fitted([*chosen, one])[0]))
+        found, weights = pursue(torch.tensor(covariance), torch.tensor(shared_with), 4)
+        assert found == chosen
+        assert weights.numpy() == pytest.approx(fitted(chosen)[1], rel=1e-6, abs=1e-9)
+
+    def test_it_goes_on_from_what_was_chosen_and_keeps_to_what_is_allowed(self) -> None:
+        covariance = torch.eye(5, dtype=torch.float64)
+        shared_with = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+        found, _ = pursue(covariance, shared_with, 4, [4, 1], [1, 2, 3])
+        assert found == [4, 1, 2, 3]
+        assert pursue(covariance, shared_with, 9, [], [3])[0] == [3]
+
+
+class TestAround:
+    @SEEDED
+    @given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 4), st.integers(0, 4))
+    def test_what_stands_before_and_after_is_needed_too(
+        self, needed: list[bool], before: int, after: int
+    ) -> None:
+        expected = [
+            any(needed[max(0, place - after) : place + before + 1]) for place in range(len(needed))
+        ]
+        assert around(torch.tensor(needed), before, after).tolist() == expected
 
 
 class TestHeldOut:

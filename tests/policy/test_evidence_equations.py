@@ -31,7 +31,7 @@ heads = st.lists(
         layer=st.integers(0, 9),
         head=st.integers(0, 9),
         when=st.sampled_from([READ, REPLAY]),
-        weight=st.floats(0.25, 8),
+        weight=st.floats(0.25, 8) | st.floats(-8, -0.25),
         mean=st.floats(-9, 0),
         std=st.floats(0.25, 4),
     ),
@@ -75,7 +75,7 @@ def test_evidence_is_the_weighted_mean_of_clipped_z(
         for one, head in zip(peaks, asked, strict=True):
             z = (math.log(float(one[token]) + FLOOR) - head.mean) / head.std
             said += head.weight * min(max(z, -CLIP), CLIP)
-            weights += head.weight
+            weights += abs(head.weight)
         expected.append(said / weights)
     before = [one.clone() for one in peaks]
     assert close(evidence.evidence(peaks, asked), expected)
@@ -117,12 +117,41 @@ def test_neighbours_share_their_evidence(positions: list[int], reach: int, seed:
     assert position.tolist() == positions
 
 
-def test_the_usual_reach_is_two_and_does_not_cross_a_hole() -> None:
-    value, position = torch.tensor([9.0, 0.0, 0.0, 0.0]), torch.tensor([10, 12, 13, 7])
-    assert evidence.shared(value, position).tolist() == [4.5, 3.0, 0.0, 0.0]
+def test_the_usual_reach_is_one_and_does_not_cross_a_hole() -> None:
+    value, position = torch.tensor([9.0, 0.0, 0.0, 0.0]), torch.tensor([10, 11, 13, 8])
+    assert evidence.shared(value, position).tolist() == [4.5, 4.5, 0.0, 0.0]
     assert torch.equal(
         evidence.shared(value, position), evidence.shared(value, position, reach=REACH)
     )
+
+
+@SEEDED
+@given(kept, st.integers(0, 6), st.integers(0, 6), st.floats(0, 1, width=32), seeds)
+def test_what_stands_around_evidence_has_a_part_in_it(
+    positions: list[int], before: int, after: int, discount: float, seed: int
+) -> None:
+    value, position = drawn(len(positions), seed) - 0.5, torch.tensor(positions)
+    expected = [
+        max(
+            float(value[slot]) - discount * abs(other - own)
+            for slot, other in enumerate(positions)
+            if own - after <= other <= own + before
+        )
+        for own in positions
+    ]
+    found = evidence.carried(value, position, before, after, discount)
+    assert close(found, expected)
+    order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
+    moved = evidence.carried(value[order], position[order], before, after, discount)
+    assert torch.equal(moved, found[order])
+    assert torch.equal(value, drawn(len(positions), seed) - 0.5)
+
+
+def test_evidence_is_carried_five_positions_forward_of_it_and_one_behind() -> None:
+    value = torch.full((20,), -9.0)
+    value[10] = 0.0
+    found = evidence.carried(value, torch.arange(20)).tolist()
+    assert found[4:13] == pytest.approx([-9, -1, -0.8, -0.6, -0.4, -0.2, 0, -0.2, -9])
 
 
 @SEEDED

@@ -62,8 +62,9 @@ def expected_score(policy: MemDecay, tokens: Tokens, said: Tensor | None) -> Ten
 
 
 def claim_of(value: Tensor, tokens: Tokens) -> Tensor:
-    """A claim, shared with the neighbours and on the scale of all claims."""
-    return evidence.standardised(evidence.shared(value, tokens.position))
+    """A claim, shared with the neighbours, on the scale of all claims, carried to what precedes."""
+    claim = evidence.standardised(evidence.shared(value, tokens.position))
+    return evidence.carried(claim, tokens.position)
 
 
 @EITHER
@@ -98,8 +99,7 @@ def test_the_parameters_weigh(policy: MemDecay) -> None:
     )
     used = dataclasses.replace(policy, usage_offset=0.0, prior_weight=0.0)
     deaf = dataclasses.replace(policy, usage_offset=1000.0, prior_weight=0.0)
-    heads = policy.evidence_heads(PROFILE)
-    said = claim_of(policy.said(tokens, heads), tokens)
+    said = claim_of(policy.said(tokens, PROFILE), tokens)
     assert torch.equal(deaf.score(tokens, PROFILE), said)
     assert (used.score(tokens, PROFILE) >= said).all()
     assert (used.score(tokens, PROFILE) > said).any()
@@ -161,13 +161,20 @@ def test_the_score_of_reading_is_that_of_the_equations() -> None:
     assert not torch.equal(policy.score(tokens, PROFILE), expected_score(policy, tokens, None))
 
 
-def test_what_was_not_repeated_is_judged_by_the_heads_of_reading() -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["own", "those for reading"])
+def test_what_was_not_repeated_is_judged_by_the_heads_of_reading(own: bool) -> None:
+    """By the weights of the set for reading, if all of its heads are watched."""
     policy = MemDecayReplay()
+    heads = (READ_C, AGAIN_A, READ_A, AGAIN_B)
+    alone = (READ_A, READ_B) if own else (dataclasses.replace(READ_A, weight=-0.5), READ_C)
+    profile = PROFILE.with_evidence({"read": alone, "replay": heads})
     tokens = cache(40, policy)
     assert 5 < int(tokens.replayed.sum()) < 35
     peaks = [tokens.state[f"peak_{number}"] for number in range(4)]
-    heads = (READ_C, AGAIN_A, READ_A, AGAIN_B)
-    read = evidence.evidence([peaks[0], peaks[2]], (READ_C, READ_A))
+    if own:  # READ_B is not watched
+        read = evidence.evidence([peaks[0], peaks[2]], (READ_C, READ_A))
+    else:
+        read = evidence.evidence([peaks[2], peaks[0]], alone)
     all_of_it = evidence.evidence(peaks, heads)
     expected = torch.tensor(
         [
@@ -175,11 +182,11 @@ def test_what_was_not_repeated_is_judged_by_the_heads_of_reading() -> None:
             for slot, again in enumerate(tokens.replayed.tolist())
         ]
     )
-    assert torch.equal(policy.said(tokens, heads), expected)
-    assert torch.equal(policy.score(tokens, PROFILE), expected_score(policy, tokens, expected))
+    assert torch.equal(policy.said(tokens, profile), expected)
+    assert torch.equal(policy.score(tokens, profile), expected_score(policy, tokens, expected))
     for replayed, said in ((torch.zeros(40) > 0, read), (torch.zeros(40) == 0, all_of_it)):
         case = dataclasses.replace(tokens, replayed=replayed)
-        assert torch.equal(policy.said(case, heads), said)
+        assert torch.equal(policy.said(case, profile), said)
 
 
 def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
@@ -198,18 +205,19 @@ def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
 
 
 @EITHER
-def test_more_than_twelve_heads_are_cut(policy: MemDecay) -> None:
+def test_more_heads_than_it_has_columns_for_are_cut(policy: MemDecay) -> None:
+    most = {"memdecay": 12, "memdecay-replay": 20}[policy.name]
     many = tuple(
         EvidenceHead(number // 4, number % 4, READ, weight=1.0, mean=-4.0, std=1.0)
-        for number in range(15)
+        for number in range(most + 3)
     )
     profile = Profile.default().with_evidence({"read": many, "replay": many})
-    assert policy.evidence_heads(profile) == many[:12]
-    assert list(policy.heads(profile)) == [(one.layer, one.head) for one in many[:12]]
-    changed = policy.observe_heads(cache(9, policy), torch.rand(12, 9), profile)
-    assert set(changed) == {f"peak_{number}" for number in range(12)}
+    assert policy.evidence_heads(profile) == many[:most]
+    assert list(policy.heads(profile)) == [(one.layer, one.head) for one in many[:most]]
+    changed = policy.observe_heads(cache(9, policy), torch.rand(most, 9), profile)
+    assert set(changed) == {f"peak_{number}" for number in range(most)}
     assert set(changed) | {"usage"} == set(policy.columns)
-    first = Profile.default().with_evidence({"read": many[:12], "replay": many[:12]})
+    first = Profile.default().with_evidence({"read": many[:most], "replay": many[:most]})
     tokens = cache(9, policy)
     assert torch.equal(policy.score(tokens, profile), policy.score(tokens, first))
 
@@ -231,7 +239,8 @@ def test_a_looked_at_token_outlives_what_nobody_looked_at(policy: MemDecay) -> N
     )
     calm = dataclasses.replace(policy, prior_weight=0.0)
     score = calm.score(tokens, PROFILE)
-    assert set(score.topk(5).indices.tolist()) == {18, 19, 20, 21, 22}
+    assert set(score.topk(3).indices.tolist()) == {19, 20, 21}
+    assert set(score.topk(8).indices.tolist()) == set(range(15, 23))
 
 
 @EITHER

@@ -1,8 +1,9 @@
 """Which attention heads foretell what will be asked: chosen on episodes whose answers are known.
 
 A head's say on a token is the log of the most attention that the token got there, from any other
-token. Heads are added one by one, each time the one with which the sum ranks the needed tokens
-best above the others, by the area under the ROC curve.
+token. Some heads look at what will be needed, others at what will not, so that a weight may be
+below 0. Heads are added one by one, each time the one with which a ridge regression of what is
+needed leaves least unexplained (orthogonal matching pursuit); their weights are that regression's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from memdecay.errors import StudyError
 from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy.evidence import CLIP, REACH, evidence, shared
 
-POOL = 40
-"""Heads that are considered: the best ones, each alone."""
-AGAIN = 0.005
-"""What a head that was chosen before must add more than another one."""
-COUNTS = {"read": 8, "replay": 12}
-"""How many heads each set takes, a head that is taken twice counted twice."""
+COUNTS = {"read": 12, "replay": 20}
+"""How many heads each set takes; those for reading are among those for replay."""
+RIDGE = 0.3
+"""λ of the regression, in mean variances of a head's say."""
+BEFORE, AFTER = 2, 1
+"""Tokens before and after a needed one that are needed too: a question finds a value by them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
         use: "read" for heads watched while reading, "replay" for both kinds.
 
     Returns:
-        The heads, and the mean over episodes of the AUC of their evidence on these episodes.
+        The heads, the one that was chosen first in front, their weights scaled to a sum of 1 in
+        absolute value, and the mean over episodes of the AUC of their evidence on these episodes.
 
     Raises:
         StudyError: there is no episode, or one has no needed tokens among those that count, or no
@@ -91,45 +93,101 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
     """
     _check(episodes)
     times = (READ,) if use == "read" else (READ, REPLAY)
-    logs = [(one.peaks[: len(times)].float() + FLOOR).log() for one in episodes]
-    shape = logs[0].shape[:3]
-    logs = [one.flatten(0, 2) for one in logs]
-    means = [one[:, e.counted].mean(1) for one, e in zip(logs, episodes, strict=True)]
-    stds = [one[:, e.counted].std(1).clamp(min=1e-3) for one, e in zip(logs, episodes, strict=True)]
-    said = []
-    for one, mean, std in zip(logs, means, stds, strict=True):
-        said.append(smooth(((one - mean[:, None]) / std[:, None]).clamp(-CLIP, CLIP)))
-
-    def score(values: Sequence[Tensor]) -> Tensor:
-        each = [
-            auc(value[..., e.counted], e.needed[e.counted])
-            for value, e in zip(values, episodes, strict=True)
-        ]
-        return torch.stack(each).mean(0)
-
-    pool = score(said).topk(min(POOL, len(said[0]))).indices
-    candidates = [one[pool] for one in said]
-    weights = torch.zeros(len(pool))
-    for _ in range(COUNTS[use]):
-        with_each = score([(weights @ one)[None] + one for one in candidates])
-        weights[(with_each - AGAIN * (weights > 0)).argmax()] += 1
-    reached = float(score([(weights @ one)[None] for one in candidates])[0])
-    mean, std = torch.stack(means).mean(0), torch.stack(stds).mean(0)
+    shape = (len(times), *episodes[0].peaks.shape[1:3])
+    logs = [(one.peaks[: len(times)].float() + FLOOR).log().flatten(0, 2) for one in episodes]
+    counted = [one[:, e.counted] for one, e in zip(logs, episodes, strict=True)]
+    mean = torch.stack([one.mean(1) for one in counted]).mean(0)
+    std = torch.stack([one.std(1) for one in counted]).mean(0).clamp(min=1e-3)
+    covariance, shared_with = _moments(logs, episodes, mean, std)
+    chosen: list[int] = []
+    reading = len(mean) // len(times)
+    for number, allowed in enumerate((range(reading), range(reading, len(mean)))[: len(times)]):
+        most = (COUNTS["read"], COUNTS["replay"])[number]
+        chosen, weights = pursue(covariance, shared_with, most, chosen, allowed)
+    weights = weights / weights.abs().sum().clamp(min=1e-12)
     heads = []
-    for place in weights.nonzero().flatten().tolist():
-        number = int(pool[place])
-        when, layer, head = (int(one) for one in torch.unravel_index(pool[place], shape))
-        heads.append(
-            EvidenceHead(
-                layer,
-                head,
-                times[when],
-                float(weights[place]),
-                round(float(mean[number]), 4),
-                round(float(std[number]), 4),
-            )
-        )
-    return tuple(heads), reached
+    for number, weight in zip(chosen, weights.tolist(), strict=True):
+        when, layer, head = (int(n) for n in torch.unravel_index(torch.tensor(number), shape))
+        rounded = (round(float(one[number]), 4) for one in (mean, std))
+        if weight := round(weight, 5):
+            heads.append(EvidenceHead(layer, head, times[when], weight, *rounded))
+    reached = [told(one, heads) for one in episodes]
+    return tuple(heads), sum(reached) / len(reached)
+
+
+def _moments(
+    logs: Sequence[Tensor], episodes: Sequence[Watched], mean: Tensor, std: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the heads' covariance (n, n) and that with what is needed (n,), float64.
+
+    Every episode counts alike, and in it what is needed as much as all other tokens.
+    """
+    count = len(mean)
+    products, with_needed = torch.zeros(count, count).double(), torch.zeros(count).double()
+    total, needed_share = torch.zeros(count).double(), 0.0
+    for one, episode in zip(logs, episodes, strict=True):
+        said = smooth(((one - mean[:, None]) / std[:, None]).clamp(-CLIP, CLIP))
+        said = said[:, episode.counted].double()
+        needed = around(episode.needed)[episode.counted].double()
+        share = needed.mean()
+        weight = torch.where(needed > 0, 1 / share, 1 / (1 - share)) / (2 * len(needed))
+        weight = weight / (weight.sum() * len(episodes))
+        products += (said * weight) @ said.t()
+        with_needed += said @ (weight * needed)
+        total += said @ weight
+        needed_share += float(weight @ needed)
+    return products - torch.outer(total, total), with_needed - total * needed_share
+
+
+def around(needed: Tensor, before: int = BEFORE, after: int = AFTER) -> Tensor:
+    """Return (n,) bool: needed tokens, `before` tokens before each, and `after` after it."""
+    wide = needed.clone()
+    for distance in range(1, before + 1):
+        wide[:-distance] |= needed[distance:]
+    for distance in range(1, after + 1):
+        wide[distance:] |= needed[:-distance]
+    return wide
+
+
+def pursue(
+    covariance: Tensor,
+    shared_with: Tensor,
+    count: int,
+    before: Sequence[int] = (),
+    among: Sequence[int] | None = None,
+) -> tuple[list[int], Tensor]:
+    """Choose variables of a ridge regression one by one, each the one that explains most then.
+
+    Args:
+        covariance: (n, n) float64 of the variables.
+        shared_with: (n,) float64, their covariance with what is to be explained.
+        count: how many to have in the end; fewer if there are no more.
+        before: those that were chosen before.
+        among: those to choose from; all if None.
+
+    Returns:
+        The variables in the order of their choice, and (chosen,) float64, their weights together.
+    """
+    ridge = RIDGE * covariance.diagonal().mean().clamp(min=1e-12)
+    penalised = covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype)
+    chosen = list(before)
+    free = torch.ones(len(covariance), dtype=torch.bool)
+    if among is not None:
+        free = torch.zeros_like(free)
+        free[list(among)] = True
+    free[chosen] = False
+    weights = torch.linalg.solve(penalised[chosen][:, chosen], shared_with[chosen])
+    while len(chosen) < count and bool(free.any()):
+        across = covariance[:, chosen]
+        explained = torch.linalg.solve(penalised[chosen][:, chosen], across.t())
+        unexplained = shared_with - across @ weights
+        own = penalised.diagonal() - (across * explained.t()).sum(1)
+        gain = (unexplained.square() / own).masked_fill(~free, -1)
+        best = int(gain.argmax())
+        chosen.append(best)
+        free[best] = False
+        weights = torch.linalg.solve(penalised[chosen][:, chosen], shared_with[chosen])
+    return chosen, weights
 
 
 def told(episode: Watched, heads: Sequence[EvidenceHead]) -> float:

@@ -151,7 +151,8 @@ class Forward(AttachedForward):
             )
         if self.observing and query.shape[2] > 1:
             self._observe_window(query, key, attention_mask, scale, softcap)
-        for rank, head in self.cache.watch.by_layer.get(self.layer, ()):
+        watched = {} if self.observes_all else self.cache.watch.by_layer
+        for rank, head in watched.get(self.layer, ()):
             index = self.cache.table_of(self.layer).index[:, : key.shape[2]]
             keys = key[:, head * key.shape[1] // self.num_heads]
             self._note_peak(
@@ -161,6 +162,11 @@ class Forward(AttachedForward):
         for rank, head in self.cache.listened.by_layer.get(self.layer, ()):
             self._queries[rank] = query[:, head].detach().clone()
         return out, None
+
+    @property
+    def observes_all(self) -> bool:
+        """Whether what every head gave is in the slabs, so that watched ones need no other look."""
+        return self.observing and self.count == 1
 
     def _note_peak(self, rank: int, peak: Tensor) -> None:
         """Note `(batch, width)`, what a watched head of this layer gave most."""
@@ -280,15 +286,39 @@ class Forward(AttachedForward):
 
     def peaks(self) -> list[Tensor]:
         """Return for each row `(heads, kv_len)`, what each watched head gave most; [] if none."""
+        main = self.cache.main
+        if self.observes_all and self.cache.watch.heads:
+            self._peaks = {table.window: self._given(table) for table in self.cache.tables}
         if not self._peaks:
             return []
-        main = self.cache.main
         batch, heads, _ = next(iter(self._peaks.values())).shape
         total = torch.zeros(batch, heads, main.width, device=main.index.device)
         for table in self.cache.tables:
             if table.window in self._peaks:
                 total = total + self._in_main(self._peaks[table.window], table)
         return [total[row, :, :length] for row, length in enumerate(main.lengths)]
+
+    def _given(self, table: SlotTable) -> Tensor:
+        """Return `(rows, heads, width)`: what the watched heads gave in this decode step."""
+        watch, rows, width = self.cache.watch, self.cache.rows, table.width
+        index = table.index[:, :width]
+        given = torch.zeros(rows, len(watch), width, device=index.device)
+        mine = [
+            (rank, self.cache.rank_of(layer), head)
+            for layer, watched in watch.by_layer.items()
+            if self.cache.table_of(layer) is table
+            for rank, head in watched
+        ]
+        if not mine:
+            return given
+        ranks, layers, heads = zip(*mine, strict=True)
+        slab = self.cache.slab(table, rows * self.num_heads, width)
+        shares = slab.view(-1, rows, self.num_heads, width)[layers, :, heads]
+        given[:, ranks] = shares.transpose(0, 1)
+        given.masked_fill_((index == self.first_index)[:, None], 0)
+        if self.real is not None:
+            given.masked_fill_(~self.real[:, None], 0)
+        return given
 
     def _combine(self, sums: dict[int | None, Tensor]) -> Tensor:
         """Average over all heads and layers, in the slots of the main table."""

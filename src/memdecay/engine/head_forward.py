@@ -30,6 +30,11 @@ class HeadForward(Forward):
     _mass: Tensor | None = None
     _hidden: Tensor | None = None
 
+    @property
+    def observes_all(self) -> bool:
+        """Return False: each head's probabilities live as long as it attends."""
+        return False
+
     def mask(self, **_: Any) -> None:
         """Return None: `attention` knows who may see whom."""
 

@@ -5,6 +5,7 @@ Nothing here mutates its arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,10 @@ from memdecay.evidence import FLOOR, EvidenceHead
 CLIP = 3.0
 """Standard deviations beyond which a head's say does not grow."""
 _TINY = 1e-6
-REACH = 2
+REACH = 1
 """Positions to each side that share their evidence: a fact is more than one token."""
+BEFORE, AFTER, DISCOUNT = 5, 1, 0.2
+"""Positions before and after evidence that have a part in it, less δ deviations a position."""
 PASSAGE = 16
 """Positions that share their usage, as many as the paper's page has."""
 
@@ -46,9 +49,10 @@ def accumulated(before: Tensor, now: Tensor) -> Tensor:
 
 
 def evidence(peaks: Sequence[Tensor], heads: Sequence[EvidenceHead]) -> Tensor:
-    """Return what the heads say together: e = Σ w_h z_h / Σ w_h, z_h = (log(ε + m_h) - μ_h) / σ_h.
+    """Return what the heads say together: e = Σ w_h z_h / Σ |w_h|.
 
-    The logarithm makes heads comparable that give much and heads that give little; a z beyond
+    z_h = (log(ε + m_h) - μ_h) / σ_h. A head that looks at what will not be needed has w_h < 0. The
+    logarithm makes heads comparable that give much and heads that give little; a z beyond
     ±3 counts as 3, so that no single head decides.
 
     Args:
@@ -62,14 +66,13 @@ def evidence(peaks: Sequence[Tensor], heads: Sequence[EvidenceHead]) -> Tensor:
     for one, head in zip(peaks, heads, strict=True):
         said = (one + FLOOR).log_().sub_(head.mean).div_(head.std).clamp_(-CLIP, CLIP)
         total.add_(said, alpha=head.weight)
-    return total / sum(head.weight for head in heads)
+    return total / sum(abs(head.weight) for head in heads)
 
 
 def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
     """Average over kept neighbours: e_i ← mean of e_j over |p_j - p_i| ≤ reach.
 
-    A value of several tokens is lost with its weakest one; what surrounds it is what a question
-    finds it by.
+    A value of several tokens is lost with its weakest one.
 
     Args:
         value: e, (kv_len,) float32.
@@ -88,6 +91,42 @@ def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
     averaged = torch.empty_like(value)
     averaged[order] = total / count
     return averaged
+
+
+def carried(
+    value: Tensor,
+    position: Tensor,
+    before: int = BEFORE,
+    after: int = AFTER,
+    discount: float = DISCOUNT,
+) -> Tensor:
+    """Give evidence to what stands around it: e_i ← max of e_j - δ |p_j - p_i| over near kept j.
+
+    Near is p_i - after ≤ p_j ≤ p_i + before. A value that is kept alone is not found again: a
+    question leads to the words before it, and the model goes on from these.
+
+    Args:
+        value: e, (kv_len,) float32.
+        position: p, (kv_len,) int64, distinct, in any order.
+        before: positions before evidence that have a part in it.
+        after: positions after it.
+        discount: δ, per position, at least 0.
+    """
+    order = torch.argsort(position)
+    sorted_value, sorted_position = value[order], position[order]
+    best = sorted_value.clone()
+    for offset in range(1, min(max(before, after), len(value) - 1) + 1):
+        distance = sorted_position[offset:] - sorted_position[:-offset]
+        part = distance * discount
+        for least, here, there in (
+            (before, slice(None, -offset), slice(offset, None)),
+            (after, slice(offset, None), slice(None, -offset)),
+        ):
+            offered = (sorted_value[there] - part).masked_fill_(distance > least, -math.inf)
+            torch.maximum(best[here], offered, out=best[here])
+    spread = torch.empty_like(value)
+    spread[order] = best
+    return spread
 
 
 def passage(value: Tensor, position: Tensor, size: int = PASSAGE) -> Tensor:

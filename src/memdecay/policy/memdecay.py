@@ -16,6 +16,11 @@ from memdecay.regions import Profile
 _MOST_HEADS = 12
 
 
+def peak_columns(count: int) -> dict[str, float]:
+    """Return the columns of so many evidence heads, and that of usage."""
+    return {"usage": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
+
+
 @dataclass(frozen=True)
 class MemDecay(Policy):
     """Keep what evidence heads looked at, and what all heads use; pin instructions.
@@ -23,8 +28,9 @@ class MemDecay(Policy):
     The score of a token is the greater of two claims, both about 0 for an ordinary token, and a
     little of the paper's prior (`memdecay.policy.evidence` has the equations):
 
-    - evidence: the highest attention it ever got in the evidence heads of the profile, shared
-      with its neighbours. These are facts that may be asked for, however long ago they came;
+    - evidence: the highest attention it ever got in the evidence heads of the profile, weighed,
+      shared with its neighbours and carried to the words before it. These are facts that may be
+      asked for, however long ago they came;
     - usage: all attention that its passage of 16 tokens got on the average of all heads, less an
       offset. This is text that the model goes on from, such as its own calls and answers, which
       it repeats by following it token by token; no question asks for it.
@@ -46,10 +52,9 @@ class MemDecay(Policy):
     name: ClassVar[str] = "memdecay"
     summary: ClassVar[str] = "what a few telling heads once looked at stays, and what all use"
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "heads", "labels"})
-    columns: ClassVar[Mapping[str, float]] = {
-        "usage": 0.0,
-        **{f"peak_{number}": 0.0 for number in range(_MOST_HEADS)},
-    }
+    most_heads: ClassVar[int] = _MOST_HEADS
+    """Evidence heads that it goes by at most, the first of the profile's."""
+    columns: ClassVar[Mapping[str, float]] = peak_columns(_MOST_HEADS)
     page_size: ClassVar[int] = 1
     evict_at_least: ClassVar[int] = 16
     use: ClassVar[str] = "read"
@@ -68,8 +73,8 @@ class MemDecay(Policy):
         check_parameter(self, "recent", integer=True)
 
     def evidence_heads(self, profile: Profile) -> tuple[EvidenceHead, ...]:
-        """Return the heads it goes by, at most twelve."""
-        return profile.evidence.get(self.use, ())[:_MOST_HEADS]
+        """Return the heads it goes by, as many as it has columns for."""
+        return profile.evidence.get(self.use, ())[: self.most_heads]
 
     def heads(self, profile: Profile) -> Sequence[tuple[int, int]]:
         """Return those of them that are watched while tokens are read."""
@@ -99,14 +104,16 @@ class MemDecay(Policy):
         )
         usage = evidence.passage(tokens.state["usage"], tokens.position)
         usage = evidence.standardised(evidence.log_usage(usage))
-        said = self.said(tokens, self.evidence_heads(profile))
+        said = self.said(tokens, profile)
         if said is None:
             return evidence.score(usage, usage, prior, self.prior_weight)
         said = evidence.standardised(evidence.shared(said, tokens.position))
+        said = evidence.carried(said, tokens.position)
         return evidence.score(said, usage - self.usage_offset, prior, self.prior_weight)
 
-    def said(self, tokens: Tokens, heads: Sequence[EvidenceHead]) -> Tensor | None:
-        """Return what these heads, whose numbers are their columns', say of each token."""
+    def said(self, tokens: Tokens, profile: Profile) -> Tensor | None:
+        """Return what the evidence heads say of each token, (kv_len,) float32; None without any."""
+        heads = self.evidence_heads(profile)
         peaks = [tokens.state[f"peak_{number}"] for number in range(len(heads))]
         return evidence.evidence(peaks, heads) if heads else None
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from memdecay.evidence import READ, EvidenceHead
+from memdecay.evidence import READ
 from memdecay.policy import evidence
 from memdecay.policy.base import Tokens
-from memdecay.policy.memdecay import MemDecay
+from memdecay.policy.memdecay import MemDecay, peak_columns
 from memdecay.regions import Profile
+
+_MOST_HEADS = 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class MemDecayReplay(MemDecay):
     name: ClassVar[str] = "memdecay-replay"
     summary: ClassVar[str] = "memdecay that also repeats what it keeps, in idle time"
     needs: ClassVar[frozenset[str]] = MemDecay.needs | {"replay"}
+    most_heads: ClassVar[int] = _MOST_HEADS
+    columns: ClassVar[Mapping[str, float]] = peak_columns(_MOST_HEADS)
     use: ClassVar[str] = "replay"
 
     usage_offset: float = 2.0
@@ -44,12 +48,20 @@ class MemDecayReplay(MemDecay):
             if one.when != READ
         }
 
-    def said(self, tokens: Tokens, heads: Sequence[EvidenceHead]) -> Tensor | None:
-        """Return what the heads say, those of the replay only of what has been repeated."""
-        everything = super().said(tokens, heads)
-        reading = [(n, one) for n, one in enumerate(heads) if one.when == READ]
-        if everything is None or not reading or bool(tokens.replayed.all()):
+    def said(self, tokens: Tokens, profile: Profile) -> Tensor | None:
+        """Return what the heads say; of what was not repeated yet, those that are for reading."""
+        everything = super().said(tokens, profile)
+        if everything is None or bool(tokens.replayed.all()):
             return everything
-        peaks = [tokens.state[f"peak_{number}"] for number, _ in reading]
-        only_read = evidence.evidence(peaks, [one for _, one in reading])
-        return torch.where(tokens.replayed, everything, only_read)
+        watched = {
+            (one.layer, one.head): number
+            for number, one in enumerate(self.evidence_heads(profile))
+            if one.when == READ
+        }
+        alone = profile.evidence.get(MemDecay.use, ())
+        if not alone or not {(one.layer, one.head) for one in alone} <= set(watched):
+            alone = tuple(one for one in self.evidence_heads(profile) if one.when == READ)
+        if not alone:
+            return everything
+        peaks = [tokens.state[f"peak_{watched[one.layer, one.head]}"] for one in alone]
+        return torch.where(tokens.replayed, everything, evidence.evidence(peaks, alone))
