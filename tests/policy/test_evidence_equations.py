@@ -150,7 +150,7 @@ def test_what_stands_around_evidence_has_a_part_in_it(
 def test_evidence_is_carried_five_positions_forward_of_it_and_one_behind() -> None:
     value = torch.full((20,), -9.0)
     value[10] = 0.0
-    found = evidence.carried(value, torch.arange(20)).tolist()
+    found = evidence.carried(value, torch.arange(20), 5).tolist()
     assert found[4:13] == pytest.approx([-9, -1, -0.8, -0.6, -0.4, -0.2, 0, -0.2, -9])
 
 

@@ -15,6 +15,7 @@ from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy import Tokens, evidence, from_config, get_policy, policy_config
 from memdecay.policy.memdecay import MemDecay
 from memdecay.policy.memdecay_replay import MemDecayReplay
+from memdecay.policy.pages import plan_eviction
 from memdecay.regions import Profile
 
 READ_A = EvidenceHead(1, 3, READ, weight=2.0, mean=-4.0, std=1.5)
@@ -64,7 +65,7 @@ def expected_score(policy: MemDecay, tokens: Tokens, said: Tensor | None) -> Ten
 def claim_of(value: Tensor, tokens: Tokens) -> Tensor:
     """A claim, shared with the neighbours, on the scale of all claims, carried to what precedes."""
     claim = evidence.standardised(evidence.shared(value, tokens.position))
-    return evidence.carried(claim, tokens.position)
+    return evidence.carried(claim, tokens.position, 5)
 
 
 @EITHER
@@ -249,8 +250,58 @@ def test_sinks_and_the_newest_are_protected(policy: MemDecay) -> None:
     tokens = cache(40, made)
     expected = [place < 3 or place >= tokens.seq_len - 5 for place in tokens.position.tolist()]
     assert made.protected(tokens, PROFILE).tolist() == expected
-    none = dataclasses.replace(policy, sinks=0, recent=0)
+    none = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0)
     assert not none.protected(tokens, PROFILE).any()
+
+
+@EITHER
+@pytest.mark.parametrize("staying", [0, 20, 40, 97])
+def test_a_share_of_what_pins_leave_is_for_the_newest(policy: MemDecay, staying: int) -> None:
+    made = dataclasses.replace(policy, sinks=0, recent=3, recent_share=0.25)
+    tokens = dataclasses.replace(cache(100, made), staying=staying)
+    pinned = sum(PROFILE.regions[PROFILE.names[one]].pinned for one in tokens.region.tolist())
+    newest = max(3, int(0.25 * max(0, staying - pinned)))
+    expected = [place >= tokens.seq_len - newest for place in tokens.position.tolist()]
+    assert made.protected(tokens, PROFILE).tolist() == expected
+
+
+def test_an_eviction_says_how_many_it_leaves() -> None:
+    """The newest that stay are a share of what is kept then, not of what is there now."""
+    policy = MemDecay(sinks=0, recent=0, recent_share=0.5, prior_weight=0.0)
+    order = torch.arange(100)
+    tokens = cache(
+        100,
+        policy,
+        position=order,
+        seq_len=100,
+        state={name: torch.zeros(100) for name in policy.columns},
+    )
+    tokens = dataclasses.replace(tokens, region=torch.full((100,), PROFILE.id("user")))
+    gone = plan_eviction(
+        tokens,
+        policy,
+        PROFILE,
+        page_index=order,
+        num_pages=100,
+        pinned=order < 0,
+        excess=60,
+        open_page=None,
+    )
+    assert gone[:60].all() and not gone[60:].any()
+    state = {name: column.clone() for name, column in tokens.state.items()}
+    for name in state:
+        state[name][:40] = 0.9
+    gone = plan_eviction(
+        dataclasses.replace(tokens, state=state),
+        policy,
+        PROFILE,
+        page_index=order,
+        num_pages=100,
+        pinned=order < 0,
+        excess=60,
+        open_page=None,
+    )
+    assert not gone[80:].any() and int(gone[:40].sum()) == 20 and gone[40:80].all()
 
 
 @EITHER
@@ -275,12 +326,21 @@ def test_a_config_is_all_of_it(policy: MemDecay) -> None:
         made = get_policy(
             policy.name,
             usage_offset=dice.random(),
+            lead=dice.randrange(9),
             prior_weight=dice.random(),
             sinks=dice.randrange(9),
             recent=dice.randrange(99),
         )
         config = json.loads(json.dumps(policy_config(made)))
-        assert set(config) == {"name", "usage_offset", "prior_weight", "sinks", "recent"}
+        assert set(config) == {
+            "name",
+            "usage_offset",
+            "lead",
+            "prior_weight",
+            "sinks",
+            "recent",
+            "recent_share",
+        }
         assert from_config(config) == made and type(from_config(config)) is type(policy)
 
 

@@ -18,6 +18,7 @@ from memdecay.policy.pages import (
     check_bounded,
     check_finite,
     check_score,
+    leaving,
     page_scores,
     pages_of,
     plan_eviction,
@@ -522,7 +523,7 @@ class Ledger:
         score = check_score(policy, policy.score(tokens, self.profile), tokens.position.shape)
         check_finite(policy, score)
         free = full & ~pages_of(stays, index, self.num_pages)[index]
-        preferred = policy.protected(tokens, self.profile)
+        preferred = policy.protected(leaving(tokens, int(full.sum()) - need), self.profile)
         if preferred is None:
             preferred = torch.zeros_like(free)
         first = free & ~preferred

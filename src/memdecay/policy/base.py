@@ -38,6 +38,8 @@ class Tokens:
             read; 0 where that is unknown (the first token, a token that is just arriving, input
             embeddings) and for a policy that does not need "surprisal".
         replayed: (kv_len,) bool, whether the token has been repeated to the model (`on_replay`).
+        staying: how many of these tokens the eviction that is planned leaves, about as many as the
+            budget allows; kv_len if none is planned. By head it is the mean of the heads.
     """
 
     position: Tensor
@@ -52,14 +54,17 @@ class Tokens:
     held: Tensor | None = None
     surprisal: Tensor = field(default=None)  # type: ignore[assignment]
     replayed: Tensor = field(default=None)  # type: ignore[assignment]
+    staying: int = -1
 
     def __post_init__(self) -> None:
-        """Say "unknown" and "not yet" where nothing is said, at the cost of no memory."""
+        """Say "unknown", "not yet" and "all" where nothing is said, at the cost of no memory."""
         zero = self.position.new_zeros((), dtype=torch.float32).expand(self.position.shape)
         if self.surprisal is None:
             object.__setattr__(self, "surprisal", zero)
         if self.replayed is None:
             object.__setattr__(self, "replayed", zero > 0)
+        if self.staying < 0:
+            object.__setattr__(self, "staying", self.kv_len)
 
     @property
     def kv_len(self) -> int:

@@ -18,8 +18,8 @@ CLIP = 3.0
 _TINY = 1e-6
 REACH = 1
 """Positions to each side that share their evidence: a fact is more than one token."""
-BEFORE, AFTER, DISCOUNT = 5, 1, 0.2
-"""Positions before and after evidence that have a part in it, less δ deviations a position."""
+AFTER, DISCOUNT = 1, 0.2
+"""Positions after evidence that have a part in it, and what it is less by a position."""
 PASSAGE = 16
 """Positions that share their usage, as many as the paper's page has."""
 
@@ -96,7 +96,7 @@ def shared(value: Tensor, position: Tensor, reach: int = REACH) -> Tensor:
 def carried(
     value: Tensor,
     position: Tensor,
-    before: int = BEFORE,
+    before: int,
     after: int = AFTER,
     discount: float = DISCOUNT,
 ) -> Tensor:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from memdecay.errors import BudgetError, PolicyError
 from memdecay.policy.base import Policy, Tokens
-from memdecay.policy.pages import check_bounded, check_finite, check_score, held, pages_of
+from memdecay.policy.pages import (
+    check_bounded,
+    check_finite,
+    check_score,
+    held,
+    leaving,
+    pages_of,
+)
 from memdecay.regions import Profile
 
 
@@ -83,7 +90,8 @@ def plan_head_eviction(
             f"{free} are in pages that are neither pinned nor being filled."
         )
 
-    preferred = policy.protected(tokens, profile)
+    staying = (int(holding.sum()) - excess) // (layers * heads)
+    preferred = policy.protected(leaving(tokens, staying), profile)
     gone = torch.zeros_like(stays)
     if preferred is not None:
         first = ~stays & ~pages_of(preferred, page_index, num_pages)[:, None]

@@ -41,9 +41,11 @@ class MemDecay(Policy):
 
     Args:
         usage_offset: standard deviations that usage must exceed evidence by.
+        lead: positions before evidence that have a part in it; a question finds it by them.
         prior_weight: γ, of the region's log prior log b_r - λ_r Δt, Δt since insertion.
         sinks: first tokens that stay, as idle attention rests on them.
         recent: newest tokens that stay; nothing has read them yet, so nothing speaks for them.
+        recent_share: more of them stay if this share of what pins leave of the budget is more.
 
     Raises:
         PolicyError: a parameter is outside its range.
@@ -61,16 +63,20 @@ class MemDecay(Policy):
     """Which set of evidence heads it goes by."""
 
     usage_offset: float = 1.0
+    lead: int = 5
     prior_weight: float = 0.1
     sinks: int = 4
     recent: int = 8
+    recent_share: float = 0.125
 
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
         check_parameter(self, "usage_offset")
+        check_parameter(self, "lead", integer=True)
         check_parameter(self, "prior_weight")
         check_parameter(self, "sinks", integer=True)
         check_parameter(self, "recent", integer=True)
+        check_parameter(self, "recent_share", below=1)
 
     def evidence_heads(self, profile: Profile) -> tuple[EvidenceHead, ...]:
         """Return the heads it goes by, as many as it has columns for."""
@@ -108,7 +114,7 @@ class MemDecay(Policy):
         if said is None:
             return evidence.score(usage, usage, prior, self.prior_weight)
         said = evidence.standardised(evidence.shared(said, tokens.position))
-        said = evidence.carried(said, tokens.position)
+        said = evidence.carried(said, tokens.position, self.lead)
         return evidence.score(said, usage - self.usage_offset, prior, self.prior_weight)
 
     def said(self, tokens: Tokens, profile: Profile) -> Tensor | None:
@@ -119,4 +125,7 @@ class MemDecay(Policy):
 
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return sinks and the newest tokens, (kv_len,) bool."""
-        return tokens.first(self.sinks) | tokens.latest(self.recent)
+        pinned = profile.tensors(tokens.region.device)[2].index_select(0, tokens.region)
+        room = max(0, tokens.staying - int(pinned.sum()))
+        newest = max(self.recent, int(self.recent_share * room))
+        return tokens.first(self.sinks) | tokens.latest(newest)

@@ -5,6 +5,7 @@ A policy scores tokens; here the scores become pages to evict, under pins. Nothi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -116,7 +117,7 @@ def plan_eviction(
 
     _check_enough(page_tokens, must_stay, excess)
 
-    preferred = policy.protected(tokens, profile)
+    preferred = policy.protected(leaving(tokens, len(pinned) - excess), profile)
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
     stays = must_stay | pages_of(preferred, page_index, num_pages)
@@ -144,6 +145,11 @@ def held(tokens: Tokens, policy: Policy, profile: Profile, pinned: Tensor) -> Te
     if "labels" not in policy.needs or not any(profile.pinned):
         return pinned
     return pinned | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
+
+
+def leaving(tokens: Tokens, staying: int) -> Tokens:
+    """Return the tokens with how many of them an eviction leaves."""
+    return dataclasses.replace(tokens, staying=max(0, staying))
 
 
 def check_bounded(policy: Policy) -> None:

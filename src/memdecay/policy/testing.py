@@ -22,7 +22,7 @@ from memdecay.errors import BudgetError, PolicyError
 from memdecay.evidence import READ, REPLAY, EvidenceHead
 from memdecay.policy.base import Policy, Tokens
 from memdecay.policy.head_pages import plan_head_eviction
-from memdecay.policy.pages import page_scores, plan_eviction
+from memdecay.policy.pages import leaving, page_scores, plan_eviction
 from memdecay.policy.registry import from_config, policy_config
 from memdecay.regions import REGIONS, Profile, RegionPolicy
 
@@ -202,10 +202,16 @@ def check_protected(policy: Policy) -> None:
     if protected is None:
         return
     assert protected.shape == case.tokens.position.shape and protected.dtype == torch.bool
-    pages = torch.zeros(case.num_pages, dtype=torch.bool)
-    pages[case.page_index[protected | _held(policy, case)]] = True
-    pages[case.open_page] = True
-    excess = int((~pages[case.page_index]).sum())
+    excess, before = 0, -1
+    while excess != before:  # what is protected may depend on how much is to stay
+        before = excess
+        left = leaving(case.tokens, case.tokens.kv_len - excess)
+        protected = policy.protected(left, case.profile)
+        assert protected is not None
+        pages = torch.zeros(case.num_pages, dtype=torch.bool)
+        pages[case.page_index[protected | _held(policy, case)]] = True
+        pages[case.open_page] = True
+        excess = int((~pages[case.page_index]).sum())
     assert excess > 0, "everything is protected"
     if policy.bounded:
         evicted = case.plan(policy, excess)
@@ -316,7 +322,8 @@ def check_ties(policy: Policy) -> None:
     means = page_scores(policy.score(case.tokens, case.profile), case.page_index, case.num_pages)
     gone = torch.zeros(case.num_pages, dtype=torch.bool)
     gone[case.page_index[case.plan(policy, 20)]] = True
-    preferred = policy.protected(case.tokens, case.profile)
+    left = leaving(case.tokens, case.tokens.kv_len - 20)
+    preferred = policy.protected(left, case.profile)
     free = torch.ones(case.num_pages, dtype=torch.bool)
     free[case.open_page] = False
     if preferred is not None:

@@ -180,9 +180,12 @@ def _terms() -> list[Condition]:
         without("no evidence", rates="default"),  # the default profile knows no heads
         without("no usage", params={"usage_offset": 99.0}),
         without("usage_offset=0", params={"usage_offset": 0.0}),
+        without("usage_offset=1", params={"usage_offset": 1.0}),
+        without("lead=0", params={"lead": 0}),
         without("no prior", params={"prior_weight": 0.0}),
         without("no sinks", params={"sinks": 0}),
-        without("recent=0", params={"recent": 0}),
+        without("no recent", params={"recent": 0, "recent_share": 0.0}),
+        without("recent_share=0", params={"recent_share": 0.0}),
         without("recent=32", params={"recent": 32}),
         without("pinned=no", pinned=False),
         without("page_size=4", page_size=4),
