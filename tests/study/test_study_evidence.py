@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from memdecay.study.conditions import Condition, conditions
 from memdecay.study.keeping import ledger_after
 from memdecay.study.recording import record
 from memdecay.study.rows import read_rows
-from memdecay.study.run import Advance, Task, run_setting, with_changes
+from memdecay.study.run import Advance, Task, leave_one_out, run_setting, with_changes
 from memdecay.study.settings import Setting
 from memdecay.study.watching import from_file, to_bytes, watch, watch_all
 from memdecay.study.workers import Here
@@ -132,6 +133,28 @@ def test_a_profile_has_the_heads_of_the_other_scenario(done: tuple[Path, Noted])
         assert asked == [saved]
     first, second = (Profile.load(path) for path in sorted((folder / "profiles").iterdir()))
     assert dict(first.evidence) != dict(second.evidence)
+
+
+def test_heads_are_chosen_on_the_run_beside_it_too(
+    done: tuple[Path, Noted], setting: Setting, tmp_path: Path
+) -> None:
+    """Of the same model, and never on the scenario that is left out."""
+    for name in ("tiny-heads", "tiny-long", "unmeasured"):
+        shutil.copytree(done[0], tmp_path / name)
+    shutil.rmtree(tmp_path / "unmeasured" / "curves")
+    watched = {}
+    for scenario in ("mill", "ferry"):
+        path = tmp_path / "tiny-long" / "heads" / f"{scenario}-0.safetensors"
+        own = from_file(path, scenario)
+        other = replace(own, peaks=own.peaks.flip(1))
+        path.write_bytes(to_bytes(other))
+        watched[scenario] = (own, other)
+    profiles = leave_one_out(tmp_path / "tiny-heads", setting, ["mill", "ferry"])
+    for left_out, seen in (("mill", "ferry"), ("ferry", "mill")):
+        for use in COUNTS:
+            assert profiles[left_out].evidence[use] == choose(watched[seen], use)[0]
+            assert profiles[left_out].evidence[use] != choose(watched[seen][:1], use)[0]
+        assert profiles[left_out].provenance["heads_also_of"] == ["tiny-long"]
 
 
 def test_profiles_are_enough_to_go_on(

@@ -62,7 +62,7 @@ class MemDecay(Policy):
     use: ClassVar[str] = "read"
     """Which set of evidence heads it goes by."""
 
-    usage_offset: float = 1.0
+    usage_offset: float = 0.5
     lead: int = 5
     prior_weight: float = 0.1
     sinks: int = 4

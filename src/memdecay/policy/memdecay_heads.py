@@ -36,7 +36,8 @@ class MemDecayHeads(MemDecayReplay, HeadPolicy):
     per_head: ClassVar[bool] = True
     head_columns: ClassVar[Mapping[str, float]] = {"repeated": 0.0}
 
-    usage_offset: float = 0.5
+    usage_offset: float = 0.25
+    recent_share: float = 0.0625
     evidence_weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -34,8 +34,6 @@ class MemDecayReplay(MemDecay):
     columns: ClassVar[Mapping[str, float]] = peak_columns(_MOST_HEADS)
     use: ClassVar[str] = "replay"
 
-    usage_offset: float = 2.0
-
     def on_replay(
         self, tokens: Tokens, attention: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:

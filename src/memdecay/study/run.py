@@ -21,6 +21,7 @@ from memdecay.study.settings import Setting
 from memdecay.study.watching import evidence_from, from_file
 
 _CONFIG = "setting.json"
+_ALSO = "heads_also_of"
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,9 @@ def leave_one_out(
 ) -> dict[str, Profile]:
     """Return for each scenario the profile measured on the others, and write them down.
 
-    With a single scenario there is nothing left to measure on, and the defaults stay.
+    With a single scenario there is nothing left to measure on, and the defaults stay. Heads are
+    chosen on more episodes if the folder beside holds a run of the same model on the other tier,
+    with what was watched there.
 
     Args:
         folder: of the run.
@@ -227,6 +230,9 @@ def leave_one_out(
     curves = load_curves(folder / "curves")
     files = sorted(folder.glob("heads/*.safetensors")) if heads else []
     watched = [from_file(path, _scenario(path.stem)) for path in files]
+    beside = _beside(folder) if files else []
+    paths = [path for other in beside for path in sorted(other.glob("heads/*.safetensors"))]
+    more = [from_file(path, _scenario(path.stem)) for path in paths]
     everyone = _measured(folder)
     profiles = {}
     for scenario in dict.fromkeys(scenarios):
@@ -242,7 +248,13 @@ def leave_one_out(
         path = profile_path(folder, scenario)
         seen = [one for one in watched if one.cluster != scenario]
         whole = everyone - {scenario} <= {one.cluster for one in seen}
-        evidence = evidence_from(seen) if seen and whole else _evidence_in(path)
+        before = Profile.load(path) if path.exists() else Profile.default()
+        evidence, also = before.evidence, before.provenance.get(_ALSO)
+        if seen and whole:
+            evidence = evidence_from([*seen, *(one for one in more if one.cluster != scenario)])
+            also = [other.name for other in beside]
+        if also:
+            about[_ALSO] = also
         profile = calibrated(fits, provenance=about)
         if evidence:
             profile = profile.with_evidence(evidence)
@@ -250,6 +262,20 @@ def leave_one_out(
         profile.save(path)
         profiles[scenario] = profile
     return profiles
+
+
+def _beside(folder: Path) -> list[Path]:
+    """Return the runs next to this one that measured the same weights as it did."""
+
+    def measured(run: Path) -> list[Any]:
+        try:
+            told = load_curves(run / "curves")[0].meta.get("settings", {})
+        except StudyError:
+            return []
+        return [told.get(name) for name in ("weights", "dtype", "tokenizer")]
+
+    others = sorted(path.parent for path in folder.parent.glob("*/heads") if path.parent != folder)
+    return [other for other in others if measured(other) == measured(folder) != []]
 
 
 def write_json(path: Path, value: Any) -> None:
