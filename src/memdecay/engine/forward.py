@@ -153,12 +153,11 @@ class Forward(AttachedForward):
             self._observe_window(query, key, attention_mask, scale, softcap)
         watched = {} if self.observes_all else self.cache.watch.by_layer
         for rank, head in watched.get(self.layer, ()):
-            index = self.cache.table_of(self.layer).index[:, : key.shape[2]]
             keys = key[:, head * key.shape[1] // self.num_heads]
-            self._note_peak(
-                rank,
-                peak_attention(self, query[:, head], keys, index, attention_mask, scale, softcap),
-            )
+            own = None if attention_mask is None else self._own_slots()
+            mask, real = attention_mask, self.real
+            peak = peak_attention(query[:, head], keys, mask, scale, softcap, own=own, real=real)
+            self._note_peak(rank, peak)
         for rank, head in self.cache.listened.by_layer.get(self.layer, ()):
             self._queries[rank] = query[:, head].detach().clone()
         return out, None
@@ -167,6 +166,17 @@ class Forward(AttachedForward):
     def observes_all(self) -> bool:
         """Whether what every head gave is in the slabs, so that watched ones need no other look."""
         return self.observing and self.count == 1
+
+    def _own_slots(self) -> Tensor:
+        """Return `(rows, count)` int64, the slots of this layer's new tokens; 0 for padding."""
+        table = self.cache.table_of(self.layer)
+        write = self.writes[table.window]
+        if write.slot is None:
+            slots = torch.arange(self.count, device=table.index.device) + write.start
+            return slots.expand(table.rows, self.count)
+        slots = torch.zeros(table.rows, self.count, dtype=torch.int64, device=table.index.device)
+        slots[write.source_row, write.source_column] = write.slot
+        return slots
 
     def _note_peak(self, rank: int, peak: Tensor) -> None:
         """Note `(batch, width)`, what a watched head of this layer gave most."""

@@ -146,8 +146,7 @@ class HeadForward(Forward):
         main = self.cache.main
         for rank, head in self.cache.watch.by_layer.get(self.layer, ()):
             keys, _, slots = pool.head(head * len(pool.lengths) // self.num_heads)
-            index = main.index[:, slots]
-            peak = peak_attention(self, query[:, head], keys[None], index, None, scale, softcap)
+            peak = peak_attention(query[:, head], keys[None], None, scale, softcap)
             everywhere = peak.new_zeros(1, main.width)
             self._note_peak(rank, everywhere.index_copy_(1, slots, peak))
 

@@ -12,7 +12,6 @@ from memdecay.engine.logits import LOWEST, capped
 from memdecay.errors import ProfileError
 
 if TYPE_CHECKING:
-    from memdecay.engine.forward import Forward
     from memdecay.engine.support import Layout
 
 _AT_ONCE = 64
@@ -56,43 +55,51 @@ def check_heads(heads: Iterable[tuple[int, int]], layout: Layout) -> None:
 
 @torch.no_grad()
 def peak_attention(
-    forward: Forward,
     query: Tensor,
     key: Tensor,
-    index: Tensor,
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
+    *,
+    own: Tensor | None = None,
+    real: Tensor | None = None,
 ) -> Tensor:
     """Return `(batch, width)`, the most attention that a query of one head gave to each key.
 
     What a token gives to itself does not count, and neither do queries that are padding.
 
     Args:
-        forward: that is running.
         query: `(batch, count, head_dim)`, of the head.
         key: `(batch, width, head_dim)`, what its KV head keeps, the forward's own tokens too.
-        index: `(batch, width)` int64, which token of the sequence each key is of.
-        mask: `(batch, 1, count, width)` bool, or None where plain causal attention needs none.
+        mask: `(batch, 1, count, width)` bool; None where the last `count` keys are the queries'
+            own, in order, and all others come before them.
         scale: factor of the logits.
         softcap: tanh cap of the logits.
+        own: `(batch, count)` int64, the key of each query's own token, with a mask.
+        real: `(batch, count)` bool, False for padding; None if all are real.
     """
-    count = query.shape[1]
+    batch, count, _ = query.shape
+    width = key.shape[1]
+    past = width - count
     keys = key.transpose(1, 2)
-    most = torch.zeros(index.shape, device=query.device)
+    if own is None:
+        own = torch.arange(past, width, device=query.device).expand(batch, count)
+    if query.dtype == torch.float32:
+        query, scale = query * scale, 1.0
+    most = torch.zeros(batch, width, device=query.device)
     for start in range(0, count, _AT_ONCE):
         stop = min(start + _AT_ONCE, count)
-        logits = torch.matmul(query[:, start:stop], keys).float().mul_(scale)
-        logits = capped(logits, softcap)
-        own = torch.arange(start, stop, device=query.device) + forward.first_index
+        seen = past + stop if mask is None else width
+        logits = torch.matmul(query[:, start:stop], keys[..., :seen]).float()
+        logits = capped(logits if scale == 1 else logits.mul_(scale), softcap)
         if mask is not None:
-            hidden = ~mask[:, 0, start:stop]
+            logits.masked_fill_(~mask[:, 0, start:stop], LOWEST)
         else:
-            hidden = index[:, None, :] > own[None, :, None]
-        logits.masked_fill_(hidden, LOWEST)
+            future = torch.ones(stop - start, stop - start, device=query.device).triu_(1) > 0
+            logits[..., past + start :].masked_fill_(future, LOWEST)
         shares = torch.softmax(logits, -1)
-        shares.masked_fill_(index[:, None, :] == own[None, :, None], 0)
-        if forward.real is not None:
-            shares.masked_fill_(~forward.real[:, start:stop, None], 0)
-        most = torch.maximum(most, shares.amax(1))
+        shares.scatter_(2, own[:, start:stop, None], 0)
+        if real is not None:
+            shares.masked_fill_(~real[:, start:stop, None], 0)
+        most[:, :seen] = torch.maximum(most[:, :seen], shares.amax(1))
     return most
