@@ -150,15 +150,17 @@ class TestChoose:
         positive = [one for one in heads if one.weight > 0]
         assert sum(told(one, positive) for one in made) / 6 < reached - 0.02
 
-    def test_heads_of_reading_are_the_first_of_those_of_replay(self) -> None:
+    def test_as_many_heads_for_replay_begin_with_some_for_reading(self) -> None:
         made = [episode(seed, BOTH) for seed in range(6)]
-        read, _ = choose(made, "read")
-        replay, _ = choose(made, "replay")
-        assert [(one.layer, one.head) for one in read] == [
-            (one.layer, one.head) for one in replay if one.when == READ
-        ]
+        read, replay = choose(made, "read")[0], choose(made, "replay")[0]
         assert {one.when for one in replay[: len(read)]} == {READ}
         assert {one.when for one in replay[len(read) :]} == {REPLAY}
+
+    def test_heads_that_say_nothing_are_refused(self) -> None:
+        one = episode(0, READS)
+        still = Watched("mill", torch.ones_like(one.peaks), one.needed, one.counted)
+        with pytest.raises(StudyError, match="No head gave one token more than another"):
+            choose([still], "read")
 
     def test_a_set_for_reading_sees_no_replay(self) -> None:
         loud = {**READS, (1, 1, 1): 4.0}
@@ -347,6 +349,11 @@ class TestUnusable:
         good = episode(0, READS)
         needed = torch.zeros(160, dtype=torch.bool)
         needed[150:155] = True
+        assert not Watched("mill", good.peaks, needed, good.counted).usable
+
+    def test_where_all_stands_around_facts_there_is_nothing_to_tell_apart(self) -> None:
+        needed = torch.arange(160) % 3 == 0
+        good = episode(0, READS)
         assert not Watched("mill", good.peaks, needed, good.counted).usable
 
     def test_no_episode_is_refused(self) -> None:

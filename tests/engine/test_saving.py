@@ -21,6 +21,7 @@ from engine.sessions import NEVER, assistant, content, failing, session, system,
 from memdecay import MemDecayError, Profile, RegionPolicy, Session, SessionError
 from memdecay.engine import saving
 from memdecay.policy import get_policy, retention
+from memdecay.policy.memdecay import MemDecay
 
 PROFILE = Profile.default().with_region("notes", RegionPolicy(0.55, 0.02))
 SETTINGS = {
@@ -293,6 +294,18 @@ def test_damaged_and_missing_tensors(saved):
     refused(made, folder, "is damaged: .* not the file that was saved")
     file.unlink()
     refused(made, folder, "is damaged: .* is missing")
+
+
+def test_a_policy_with_other_columns_is_another_version_of_it(tmp_path, monkeypatch):
+    model, tokenizer = tiny("llama", "qwen")
+    session = Session(model, tokenizer, budget=80, policy="memdecay")
+    session.append([{"role": "user", "content": "Which crew is free on Friday?"}])
+    session.save(tmp_path)
+    session.close()
+    monkeypatch.setattr(MemDecay, "columns", {**MemDecay.columns, "later": 0.0})
+    with pytest.raises(SessionError, match="'memdecay' has a column 'later' here") as caught:
+        Session.load(tmp_path, model, tokenizer)
+    assert "\n" not in str(caught.value) and "damaged" not in str(caught.value)
 
 
 def test_a_changed_number_is_noticed(saved):

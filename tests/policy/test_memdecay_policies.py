@@ -255,12 +255,11 @@ def test_sinks_and_the_newest_are_protected(policy: MemDecay) -> None:
 
 
 @EITHER
-@pytest.mark.parametrize("staying", [0, 20, 40, 97])
-def test_a_share_of_what_pins_leave_is_for_the_newest(policy: MemDecay, staying: int) -> None:
+@pytest.mark.parametrize("room", [0, 20, 40, 97])
+def test_a_share_of_what_pins_leave_is_for_the_newest(policy: MemDecay, room: int) -> None:
     made = dataclasses.replace(policy, sinks=0, recent=3, recent_share=0.25)
-    tokens = dataclasses.replace(cache(100, made), staying=staying)
-    pinned = sum(PROFILE.regions[PROFILE.names[one]].pinned for one in tokens.region.tolist())
-    newest = max(3, int(0.25 * max(0, staying - pinned)))
+    tokens = dataclasses.replace(cache(100, made), room=room)
+    newest = max(3, int(0.25 * room))
     expected = [place >= tokens.seq_len - newest for place in tokens.position.tolist()]
     assert made.protected(tokens, PROFILE).tolist() == expected
 

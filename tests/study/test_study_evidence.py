@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -139,9 +140,15 @@ def test_heads_are_chosen_on_the_run_beside_it_too(
     done: tuple[Path, Noted], setting: Setting, tmp_path: Path
 ) -> None:
     """Of the same model, and never on the scenario that is left out."""
-    for name in ("tiny-heads", "tiny-long", "unmeasured"):
+    for name in ("tiny-heads", "tiny-long", "same-tier", "unmeasured"):
         shutil.copytree(done[0], tmp_path / name)
+        about = json.loads((done[0] / "setting.json").read_text())
+        about["tier"] = "short" if name in ("tiny-heads", "same-tier") else "long"
+        (tmp_path / name / "setting.json").write_text(json.dumps(about))
     shutil.rmtree(tmp_path / "unmeasured" / "curves")
+    before = leave_one_out(tmp_path / "tiny-heads", setting, ["mill", "ferry"])
+    assert before["mill"].evidence == Profile.load(done[0] / "profiles" / "mill.yaml").evidence
+    shutil.rmtree(tmp_path / "tiny-heads" / "profiles")
     watched = {}
     for scenario in ("mill", "ferry"):
         path = tmp_path / "tiny-long" / "heads" / f"{scenario}-0.safetensors"

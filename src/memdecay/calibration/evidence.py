@@ -21,7 +21,7 @@ from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy.evidence import CLIP, REACH, evidence, shared
 
 COUNTS = {"read": 12, "replay": 20}
-"""How many heads each set takes; those for reading are among those for replay."""
+"""How many heads each set takes; the first 12 of those for replay are for reading."""
 RIDGE = 0.3
 """λ of the regression, in mean variances of a head's say."""
 BEFORE, AFTER = 2, 1
@@ -50,8 +50,8 @@ class Watched:
     @property
     def usable(self) -> bool:
         """Whether there are tokens to tell apart: needed ones, and others."""
-        among = self.needed[self.counted]
-        return bool(among.any()) and not bool(among.all())
+        wide = around(self.needed)[self.counted]
+        return bool(self.needed[self.counted].any()) and not bool(wide.all())
 
 
 def smooth(values: Tensor, reach: int = REACH) -> Tensor:
@@ -89,7 +89,7 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
 
     Raises:
         StudyError: there is no episode, or one has no needed tokens among those that count, or no
-            others.
+            others, or no head tells any tokens apart.
     """
     _check(episodes)
     times = (READ,) if use == "read" else (READ, REPLAY)
@@ -98,6 +98,8 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
     counted = [one[:, e.counted] for one, e in zip(logs, episodes, strict=True)]
     mean = torch.stack([one.mean(1) for one in counted]).mean(0)
     std = torch.stack([one.std(1) for one in counted]).mean(0).clamp(min=1e-3)
+    if not bool((std > 1e-3).any()):
+        raise StudyError("No head gave one token more than another, so none can be chosen.")
     covariance, shared_with = _moments(logs, episodes, mean, std)
     chosen: list[int] = []
     reading = len(mean) // len(times)

@@ -264,7 +264,8 @@ class GradedCache(MemDecayCache):
         page, free = ledger["page_index"], ~others
         stays = ~torch.isin(page, page[free])
         clock, span = self.clock_of(ledger), self.page_size
-        gone = ledger.plan_down(excess, excess, clock, full=free, stays=stays, span=span)
+        room = self.full_tokens - excess - int(ledger.held().sum())
+        gone = ledger.plan_down(excess, excess, clock, full=free, stays=stays, span=span, room=room)
         self._forget(0, torch.isin(page, page[gone]))
 
     # Going down
@@ -290,6 +291,7 @@ class GradedCache(MemDecayCache):
                     full=full,
                     stays=stays,
                     span=self.group_size,
+                    room=int((full & ~ledger.held()).sum()) - need,
                 )
             )
         for pool in self.graded_pools():

@@ -498,7 +498,15 @@ class Ledger:
         )
 
     def plan_down(
-        self, need: int, wanted: int, now: float, *, full: Tensor, stays: Tensor, span: int
+        self,
+        need: int,
+        wanted: int,
+        now: float,
+        *,
+        full: Tensor,
+        stays: Tensor,
+        span: int,
+        room: int | None = None,
     ) -> Tensor:
         """Return (kv_len,) bool, the tokens to keep at fewer bits from now on; nothing changes.
 
@@ -513,6 +521,8 @@ class Ledger:
             full: (kv_len,) bool, tokens at full precision.
             stays: (kv_len,) bool, tokens whose pages stay as they are.
             span: neighbours that go together.
+            room: tokens beside pinned ones that this leaves at full precision; what it leaves of
+                `full` if None.
 
         Raises:
             BudgetError: too few may go down.
@@ -523,7 +533,8 @@ class Ledger:
         score = check_score(policy, policy.score(tokens, self.profile), tokens.position.shape)
         check_finite(policy, score)
         free = full & ~pages_of(stays, index, self.num_pages)[index]
-        preferred = policy.protected(leaving(tokens, int(full.sum()) - need), self.profile)
+        left = int(full.sum()) - need if room is None else room
+        preferred = policy.protected(leaving(tokens, left), self.profile)
         if preferred is None:
             preferred = torch.zeros_like(free)
         first = free & ~preferred
@@ -559,7 +570,8 @@ class Ledger:
     def spare(self, now: float) -> int:
         """Return how many tokens are in pages that nothing keeps: no pin, no preference."""
         stays = self.held()
-        preferred = self.policy.protected(self.tokens(now), self.profile)
+        tokens = leaving(self.tokens(now), self.length - int(stays.sum()))
+        preferred = self.policy.protected(tokens, self.profile)
         if preferred is not None:
             stays = stays | preferred
         if self.page_size == 1:  # none is being filled

@@ -375,6 +375,11 @@ def _restore_cache(
         ledger.back_to(mark)
         ledger.grow(cache.main.capacity)
         for name, column in ledger.columns.items():
+            if f"ledger.{row}.{name}" not in tensors and name.startswith("state."):
+                raise SessionError(
+                    f"policy {cache.policy.name!r} has a column {name.removeprefix('state.')!r} "
+                    f"here and had none when the session was saved, by another version of it."
+                )
             _fill(column[: ledger.length], tensors[f"ledger.{row}.{name}"])
         _fill(ledger.queries[: ledger.length], tensors[f"ledger.{row}.queries"])
         hidden = tensors.get(f"ledger.{row}.hidden")

@@ -38,8 +38,8 @@ class Tokens:
             read; 0 where that is unknown (the first token, a token that is just arriving, input
             embeddings) and for a policy that does not need "surprisal".
         replayed: (kv_len,) bool, whether the token has been repeated to the model (`on_replay`).
-        staying: how many of these tokens the eviction that is planned leaves, about as many as the
-            budget allows; kv_len if none is planned. By head it is the mean of the heads.
+        room: how many of these tokens the eviction that is planned leaves beside pinned ones, about
+            what the budget has for them; kv_len if none is planned. By head it is their mean.
     """
 
     position: Tensor
@@ -54,7 +54,7 @@ class Tokens:
     held: Tensor | None = None
     surprisal: Tensor = field(default=None)  # type: ignore[assignment]
     replayed: Tensor = field(default=None)  # type: ignore[assignment]
-    staying: int = -1
+    room: int = -1
 
     def __post_init__(self) -> None:
         """Say "unknown", "not yet" and "all" where nothing is said, at the cost of no memory."""
@@ -63,8 +63,8 @@ class Tokens:
             object.__setattr__(self, "surprisal", zero)
         if self.replayed is None:
             object.__setattr__(self, "replayed", zero > 0)
-        if self.staying < 0:
-            object.__setattr__(self, "staying", self.kv_len)
+        if self.room < 0:
+            object.__setattr__(self, "room", self.kv_len)
 
     @property
     def kv_len(self) -> int:

@@ -79,7 +79,8 @@ def plan_head_eviction(
         entries = torch.zeros_like(sums).index_add_(0, page_index, here.double()).long()
         mean = sums.index_add_(0, page_index, score.double()).div_(entries.clamp(min=1))
     check_finite(policy, mean, "an entry")
-    stuck = pages_of(held(tokens, policy, profile, pinned), page_index, num_pages)
+    kept = held(tokens, policy, profile, pinned)
+    stuck = pages_of(kept, page_index, num_pages)
     if open_page is not None:
         stuck[open_page] = True
     stays = (entries == 0) | stuck[:, None]
@@ -90,8 +91,8 @@ def plan_head_eviction(
             f"{free} are in pages that are neither pinned nor being filled."
         )
 
-    staying = (int(holding.sum()) - excess) // (layers * heads)
-    preferred = policy.protected(leaving(tokens, staying), profile)
+    room = (int((holding & ~kept).sum()) - excess) // (layers * heads)
+    preferred = policy.protected(leaving(tokens, room), profile)
     gone = torch.zeros_like(stays)
     if preferred is not None:
         first = ~stays & ~pages_of(preferred, page_index, num_pages)[:, None]

@@ -125,7 +125,5 @@ class MemDecay(Policy):
 
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return sinks and the newest tokens, (kv_len,) bool."""
-        pinned = profile.tensors(tokens.region.device)[2].index_select(0, tokens.region)
-        room = max(0, tokens.staying - int(pinned.sum()))
-        newest = max(self.recent, int(self.recent_share * room))
+        newest = max(self.recent, int(self.recent_share * tokens.room))
         return tokens.first(self.sinks) | tokens.latest(newest)

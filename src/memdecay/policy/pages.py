@@ -111,13 +111,15 @@ def plan_eviction(
     score = check_score(policy, policy.score(tokens, profile), tokens.position.shape)
     page_score = page_scores(score, page_index, num_pages)
     check_finite(policy, page_score)
-    must_stay = pages_of(held(tokens, policy, profile, pinned), page_index, num_pages)
+    kept = held(tokens, policy, profile, pinned)
+    must_stay = pages_of(kept, page_index, num_pages)
     if open_page is not None:
         must_stay[open_page] = True
 
     _check_enough(page_tokens, must_stay, excess)
 
-    preferred = policy.protected(leaving(tokens, len(pinned) - excess), profile)
+    room = tokens.kv_len - excess - int(kept.sum())
+    preferred = policy.protected(leaving(tokens, room), profile)
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
     stays = must_stay | pages_of(preferred, page_index, num_pages)
@@ -147,9 +149,9 @@ def held(tokens: Tokens, policy: Policy, profile: Profile, pinned: Tensor) -> Te
     return pinned | profile.tensors(pinned.device)[2].index_select(0, tokens.region)
 
 
-def leaving(tokens: Tokens, staying: int) -> Tokens:
-    """Return the tokens with how many of them an eviction leaves."""
-    return dataclasses.replace(tokens, staying=max(0, staying))
+def leaving(tokens: Tokens, room: int) -> Tokens:
+    """Return the tokens with how many of them an eviction leaves beside pinned ones."""
+    return dataclasses.replace(tokens, room=max(0, room))
 
 
 def check_bounded(policy: Policy) -> None:

@@ -205,7 +205,8 @@ def check_protected(policy: Policy) -> None:
     excess, before = 0, -1
     while excess != before:  # what is protected may depend on how much is to stay
         before = excess
-        left = leaving(case.tokens, case.tokens.kv_len - excess)
+        pins = int(_held(policy, case).sum())
+        left = leaving(case.tokens, case.tokens.kv_len - excess - pins)
         protected = policy.protected(left, case.profile)
         assert protected is not None
         pages = torch.zeros(case.num_pages, dtype=torch.bool)
@@ -322,7 +323,8 @@ def check_ties(policy: Policy) -> None:
     means = page_scores(policy.score(case.tokens, case.profile), case.page_index, case.num_pages)
     gone = torch.zeros(case.num_pages, dtype=torch.bool)
     gone[case.page_index[case.plan(policy, 20)]] = True
-    left = leaving(case.tokens, case.tokens.kv_len - 20)
+    pins = int(_held(policy, case).sum())
+    left = leaving(case.tokens, case.tokens.kv_len - 20 - pins)
     preferred = policy.protected(left, case.profile)
     free = torch.ones(case.num_pages, dtype=torch.bool)
     free[case.open_page] = False

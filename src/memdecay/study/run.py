@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,13 +225,13 @@ def leave_one_out(
         folder: of the run.
         setting: of the run.
         scenarios: which to leave out, one at a time.
-        heads: choose heads, where what was watched is there for every other scenario; those that
-            a profile has stay otherwise.
+        heads: choose heads for a profile that has none, where what was watched is there for every
+            other scenario. Those that a profile has stay, as rows may have been made with them.
     """
     curves = load_curves(folder / "curves")
     files = sorted(folder.glob("heads/*.safetensors")) if heads else []
     watched = [from_file(path, _scenario(path.stem)) for path in files]
-    beside = _beside(folder) if files else []
+    beside = _beside(folder, setting) if files else []
     paths = [path for other in beside for path in sorted(other.glob("heads/*.safetensors"))]
     more = [from_file(path, _scenario(path.stem)) for path in paths]
     everyone = _measured(folder)
@@ -250,7 +251,7 @@ def leave_one_out(
         whole = everyone - {scenario} <= {one.cluster for one in seen}
         before = Profile.load(path) if path.exists() else Profile.default()
         evidence, also = before.evidence, before.provenance.get(_ALSO)
-        if seen and whole:
+        if seen and whole and not evidence:
             evidence = evidence_from([*seen, *(one for one in more if one.cluster != scenario)])
             also = [other.name for other in beside]
         if also:
@@ -264,18 +265,20 @@ def leave_one_out(
     return profiles
 
 
-def _beside(folder: Path) -> list[Path]:
-    """Return the runs next to this one that measured the same weights as it did."""
+def _beside(folder: Path, setting: Setting) -> list[Path]:
+    """Return the runs next to this one that measured the same weights on the other tier."""
 
     def measured(run: Path) -> list[Any]:
-        try:
-            told = load_curves(run / "curves")[0].meta.get("settings", {})
-        except StudyError:
-            return []
+        told = load_curves(run / "curves")[0].meta.get("settings", {})
         return [told.get(name) for name in ("weights", "dtype", "tokenizer")]
 
-    others = sorted(path.parent for path in folder.parent.glob("*/heads") if path.parent != folder)
-    return [other for other in others if measured(other) == measured(folder) != []]
+    found, folder = [], folder.resolve()
+    for other in sorted(path.parent for path in folder.parent.glob("*/heads")):
+        with contextlib.suppress(StudyError, OSError, ValueError):
+            about = json.loads((other / _CONFIG).read_text("utf-8"))
+            if about["tier"] != setting.tier and measured(other) == measured(folder):
+                found.append(other)
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:
