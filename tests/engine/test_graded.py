@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import copy
 import random
 
@@ -139,7 +140,9 @@ def literally_down(cache, need, wanted):
     now = cache.clock_of(ledger)
     score = ledger.policy.score(ledger.tokens(now), ledger.profile).double().tolist()
     first, last = {}, {}
-    saved = ledger.policy.protected(ledger.tokens(now), ledger.profile)
+    room = max(0, ledger.length - cache.coded_tokens - need)
+    tokens = dataclasses.replace(ledger.tokens(now), room=room)
+    saved = ledger.policy.protected(tokens, ledger.profile)
     for slot in range(cache.coded_tokens, ledger.length):
         at = int(ledger["position"][slot])
         if at < ledger.seen - 1 and not bool(ledger.held()[slot]):
