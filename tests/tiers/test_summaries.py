@@ -177,7 +177,7 @@ def test_no_heads_are_refused() -> None:
         ("qwen2.5-coder-1.5b", 2, 128, 0.08),
     ],
 )
-@pytest.mark.parametrize("use", ["read", "replay"])
+@pytest.mark.parametrize("use", ["read", "recall"])
 def test_summaries_take_little_of_what_they_stand_for(
     name: str, kv_heads: int, head_dim: int, bound: float, use: str
 ) -> None:
