@@ -264,43 +264,26 @@ def test_a_share_of_what_pins_leave_is_for_the_newest(policy: MemDecay, room: in
     assert made.protected(tokens, PROFILE).tolist() == expected
 
 
-def test_an_eviction_says_how_many_it_leaves() -> None:
+@pytest.mark.parametrize("by_span", [False, True], ids=["unpinned", "pinned by span"])
+def test_an_eviction_says_how_many_it_leaves_beside_pins(by_span: bool) -> None:
     """The newest that stay are a share of what is kept then, not of what is there now."""
     policy = MemDecay(sinks=0, recent=0, recent_share=0.5, prior_weight=0.0)
-    order = torch.arange(100)
-    tokens = cache(
-        100,
-        policy,
-        position=order,
-        seq_len=100,
-        state={name: torch.zeros(100) for name in policy.columns},
-    )
-    tokens = dataclasses.replace(tokens, region=torch.full((100,), PROFILE.id("user")))
+    order, pins = torch.arange(100), 20 if by_span else 0
+    looked_at = {name: (order < 40) * 0.9 for name in policy.columns}
+    tokens = cache(100, policy, position=order, seq_len=100, state=looked_at)
     gone = plan_eviction(
-        tokens,
+        dataclasses.replace(tokens, region=torch.full((100,), PROFILE.id("user"))),
         policy,
         PROFILE,
         page_index=order,
         num_pages=100,
-        pinned=order < 0,
+        pinned=order < pins,
         excess=60,
         open_page=None,
     )
-    assert gone[:60].all() and not gone[60:].any()
-    state = {name: column.clone() for name, column in tokens.state.items()}
-    for name in state:
-        state[name][:40] = 0.9
-    gone = plan_eviction(
-        dataclasses.replace(tokens, state=state),
-        policy,
-        PROFILE,
-        page_index=order,
-        num_pages=100,
-        pinned=order < 0,
-        excess=60,
-        open_page=None,
-    )
-    assert not gone[80:].any() and int(gone[:40].sum()) == 20 and gone[40:80].all()
+    newest = (40 - pins) // 2
+    assert not gone[:pins].any() and not gone[100 - newest :].any()
+    assert int(gone[pins:40].sum()) == 40 - pins - newest and gone[40 : 100 - newest].all()
 
 
 @EITHER
