@@ -276,7 +276,9 @@ def _beside(folder: Path, setting: Setting) -> list[Path]:
     for other in sorted(path.parent for path in folder.parent.glob("*/heads")):
         with contextlib.suppress(StudyError, OSError, ValueError):
             about = json.loads((other / _CONFIG).read_text("utf-8"))
-            if about["tier"] != setting.tier and measured(other) == measured(folder):
+            if about.get("tier", setting.tier) != setting.tier and measured(other) == measured(
+                folder
+            ):
                 found.append(other)
     return found
 
