@@ -19,9 +19,11 @@ from memdecay.calibration import recall
 from memdecay.errors import StudyError
 from memdecay.evidence import FLOOR, READ, REPLAY, EvidenceHead
 from memdecay.policy.evidence import CLIP, REACH, evidence, shared
+from memdecay.policy.memdecay import MemDecay
+from memdecay.policy.memdecay_replay import MemDecayReplay
 
-COUNTS = {"read": 12, "replay": 20}
-"""How many heads each set takes; the first 12 of those for replay are for reading."""
+COUNTS = {policy.use: policy.most_heads for policy in (MemDecay, MemDecayReplay)}
+"""How many heads each set takes; the first of those for replay are for reading."""
 RIDGE = 0.3
 """λ of the regression, in mean variances of a head's say."""
 BEFORE, AFTER = 2, 1
@@ -100,12 +102,14 @@ def choose(episodes: Sequence[Watched], use: str) -> tuple[tuple[EvidenceHead, .
     std = torch.stack([one.std(1) for one in counted]).mean(0).clamp(min=1e-3)
     if not bool((std > 1e-3).any()):
         raise StudyError("No head gave one token more than another, so none can be chosen.")
-    covariance, shared_with = _moments(logs, episodes, mean, std)
+    covariance, with_target = _moments(logs, episodes, mean, std)
     chosen: list[int] = []
     reading = len(mean) // len(times)
-    for number, allowed in enumerate((range(reading), range(reading, len(mean)))[: len(times)]):
-        most = (COUNTS["read"], COUNTS["replay"])[number]
-        chosen, weights = pursue(covariance, shared_with, most, chosen, allowed)
+    for allowed, most in (
+        (range(reading), COUNTS["read"]),
+        (range(reading, len(mean)), COUNTS["replay"]),
+    )[: len(times)]:
+        chosen, weights = pursue(covariance, with_target, most, chosen, allowed)
     weights = weights / weights.abs().sum().clamp(min=1e-12)
     heads = []
     for number, weight in zip(chosen, weights.tolist(), strict=True):
@@ -153,7 +157,7 @@ def around(needed: Tensor, before: int = BEFORE, after: int = AFTER) -> Tensor:
 
 def pursue(
     covariance: Tensor,
-    shared_with: Tensor,
+    with_target: Tensor,
     count: int,
     before: Sequence[int] = (),
     among: Sequence[int] | None = None,
@@ -162,7 +166,7 @@ def pursue(
 
     Args:
         covariance: (n, n) float64 of the variables.
-        shared_with: (n,) float64, their covariance with what is to be explained.
+        with_target: (n,) float64, their covariance with what is to be explained.
         count: how many to have in the end; fewer if there are no more.
         before: those that were chosen before.
         among: those to choose from; all if None.
@@ -178,17 +182,17 @@ def pursue(
         free = torch.zeros_like(free)
         free[list(among)] = True
     free[chosen] = False
-    weights = torch.linalg.solve(penalised[chosen][:, chosen], shared_with[chosen])
+    weights = torch.linalg.solve(penalised[chosen][:, chosen], with_target[chosen])
     while len(chosen) < count and bool(free.any()):
         across = covariance[:, chosen]
         explained = torch.linalg.solve(penalised[chosen][:, chosen], across.t())
-        unexplained = shared_with - across @ weights
+        unexplained = with_target - across @ weights
         own = penalised.diagonal() - (across * explained.t()).sum(1)
         gain = (unexplained.square() / own).masked_fill(~free, -1)
         best = int(gain.argmax())
         chosen.append(best)
         free[best] = False
-        weights = torch.linalg.solve(penalised[chosen][:, chosen], shared_with[chosen])
+        weights = torch.linalg.solve(penalised[chosen][:, chosen], with_target[chosen])
     return chosen, weights
 
 

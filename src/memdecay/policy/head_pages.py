@@ -79,8 +79,8 @@ def plan_head_eviction(
         entries = torch.zeros_like(sums).index_add_(0, page_index, here.double()).long()
         mean = sums.index_add_(0, page_index, score.double()).div_(entries.clamp(min=1))
     check_finite(policy, mean, "an entry")
-    kept = held(tokens, policy, profile, pinned)
-    stuck = pages_of(kept, page_index, num_pages)
+    by_pin = held(tokens, policy, profile, pinned)
+    stuck = pages_of(by_pin, page_index, num_pages)
     if open_page is not None:
         stuck[open_page] = True
     stays = (entries == 0) | stuck[:, None]
@@ -91,7 +91,7 @@ def plan_head_eviction(
             f"{free} are in pages that are neither pinned nor being filled."
         )
 
-    room = (int((holding & ~kept).sum()) - excess) // (layers * heads)
+    room = (int((holding & ~by_pin).sum()) - excess) // (layers * heads)
     preferred = policy.protected(leaving(tokens, room), profile)
     gone = torch.zeros_like(stays)
     if preferred is not None:

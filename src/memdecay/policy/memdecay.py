@@ -13,8 +13,6 @@ from memdecay.policy import evidence
 from memdecay.policy.base import Policy, Tokens, check_parameter
 from memdecay.regions import Profile
 
-_MOST_HEADS = 12
-
 
 def peak_columns(count: int) -> dict[str, float]:
     """Return the columns of so many evidence heads, and that of usage."""
@@ -54,9 +52,9 @@ class MemDecay(Policy):
     name: ClassVar[str] = "memdecay"
     summary: ClassVar[str] = "what a few telling heads once looked at stays, and what all use"
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "heads", "labels"})
-    most_heads: ClassVar[int] = _MOST_HEADS
+    most_heads: ClassVar[int] = 12
     """Evidence heads that it goes by at most, the first of the profile's."""
-    columns: ClassVar[Mapping[str, float]] = peak_columns(_MOST_HEADS)
+    columns: ClassVar[Mapping[str, float]] = peak_columns(most_heads)
     page_size: ClassVar[int] = 1
     evict_at_least: ClassVar[int] = 16
     use: ClassVar[str] = "read"

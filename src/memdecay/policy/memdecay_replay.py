@@ -15,8 +15,6 @@ from memdecay.policy.base import Tokens
 from memdecay.policy.memdecay import MemDecay, peak_columns
 from memdecay.regions import Profile
 
-_MOST_HEADS = 20
-
 
 @dataclass(frozen=True)
 class MemDecayReplay(MemDecay):
@@ -30,8 +28,8 @@ class MemDecayReplay(MemDecay):
     name: ClassVar[str] = "memdecay-replay"
     summary: ClassVar[str] = "memdecay that also repeats what it keeps, in idle time"
     needs: ClassVar[frozenset[str]] = MemDecay.needs | {"replay"}
-    most_heads: ClassVar[int] = _MOST_HEADS
-    columns: ClassVar[Mapping[str, float]] = peak_columns(_MOST_HEADS)
+    most_heads: ClassVar[int] = 20
+    columns: ClassVar[Mapping[str, float]] = peak_columns(most_heads)
     use: ClassVar[str] = "replay"
 
     def on_replay(

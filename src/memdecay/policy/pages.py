@@ -111,14 +111,14 @@ def plan_eviction(
     score = check_score(policy, policy.score(tokens, profile), tokens.position.shape)
     page_score = page_scores(score, page_index, num_pages)
     check_finite(policy, page_score)
-    kept = held(tokens, policy, profile, pinned)
-    must_stay = pages_of(kept, page_index, num_pages)
+    by_pin = held(tokens, policy, profile, pinned)
+    must_stay = pages_of(by_pin, page_index, num_pages)
     if open_page is not None:
         must_stay[open_page] = True
 
     _check_enough(page_tokens, must_stay, excess)
 
-    room = tokens.kv_len - excess - int(kept.sum())
+    room = tokens.kv_len - excess - int(by_pin.sum())
     preferred = policy.protected(leaving(tokens, room), profile)
     if preferred is None:
         return select(page_score, page_tokens, must_stay, excess).index_select(0, page_index)
