@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from memdecay.evidence import READ, EvidenceHead
@@ -15,8 +16,8 @@ from memdecay.regions import Profile
 
 
 def peak_columns(count: int) -> dict[str, float]:
-    """Return the columns of so many evidence heads, and that of usage."""
-    return {"usage": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
+    """Return the columns of so many evidence heads, and those of usage."""
+    return {"usage": 0.0, "used_at": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,18 @@ class MemDecay(Policy):
     - evidence: the highest attention it ever got in the evidence heads of the profile, weighed,
       shared with its neighbours and carried to the words before it. These are facts that may be
       asked for, however long ago they came;
-    - usage: all attention that its passage of 16 tokens got on the average of all heads, less an
-      offset. This is text that the model goes on from, such as its own calls and answers, which
-      it repeats by following it token by token; no question asks for it.
+    - usage: the attention that its passage of 16 tokens got on the average of all heads, which
+      halves in 256 steps, less an offset. This is text that the model goes on from, such as its
+      own calls and answers, which it repeats by following it token by token; no question asks
+      for it.
 
-    Neither fades, which is what the paper loses by: its prior forgets an old fact that nobody
-    happened to look at lately. Without evidence heads, as for a model that was never calibrated,
-    usage and the prior are all there is.
+    Evidence never fades. That is what the paper loses by: its prior forgets an old fact that
+    nobody happened to look at lately. Without evidence heads, as for a model that was never
+    calibrated, usage and the prior are all there is.
 
     Args:
         usage_offset: standard deviations that usage must exceed evidence by.
+        usage_decay: λ_u, by which earlier attention counts less a step.
         lead: positions before evidence that have a part in it; a question finds it by them.
         prior_weight: γ, of the region's log prior log b_r - λ_r Δt, Δt since insertion.
         sinks: first tokens that stay, as idle attention rests on them.
@@ -61,6 +64,7 @@ class MemDecay(Policy):
     """Which set of evidence heads it goes by."""
 
     usage_offset: float = 0.5
+    usage_decay: float = 0.0027
     lead: int = 5
     prior_weight: float = 0.1
     sinks: int = 4
@@ -70,6 +74,7 @@ class MemDecay(Policy):
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
         check_parameter(self, "usage_offset")
+        check_parameter(self, "usage_decay")
         check_parameter(self, "lead", integer=True)
         check_parameter(self, "prior_weight")
         check_parameter(self, "sinks", integer=True)
@@ -96,7 +101,13 @@ class MemDecay(Policy):
         self, tokens: Tokens, attention_mass: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
         """Add the attention on the average of all heads."""
-        return {"usage": evidence.accumulated(tokens.state["usage"], attention_mass)}
+        usage = evidence.accumulated(self.usage(tokens), attention_mass)
+        return {"usage": usage, "used_at": torch.full_like(usage, tokens.now)}
+
+    def usage(self, tokens: Tokens) -> Tensor:
+        """Return what is left of all attention so far, (kv_len,) float32."""
+        age = tokens.now - tokens.state["used_at"]
+        return evidence.faded(tokens.state["usage"], age, self.usage_decay)
 
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return the retention score, (kv_len,) float32."""
@@ -106,7 +117,7 @@ class MemDecay(Policy):
             decay_rate.index_select(0, tokens.region),
             tokens.now - tokens.inserted_at,
         )
-        usage = evidence.passage(tokens.state["usage"], tokens.position)
+        usage = evidence.passage(self.usage(tokens), tokens.position)
         usage = evidence.standardised(evidence.log_usage(usage))
         said = self.said(tokens, profile)
         if said is None:

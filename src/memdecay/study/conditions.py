@@ -181,6 +181,7 @@ def _terms() -> list[Condition]:
         without("no usage", params={"usage_offset": 99.0}),
         without("usage_offset=0", params={"usage_offset": 0.0}),
         without("usage_offset=1", params={"usage_offset": 1.0}),
+        without("usage_decay=0", params={"usage_decay": 0.0}),
         without("lead=0", params={"lead": 0}),
         without("no prior", params={"prior_weight": 0.0}),
         without("no sinks", params={"sinks": 0}),
