@@ -248,6 +248,22 @@ def test_what_was_used_lately_counts_more() -> None:
     assert usage.tolist() == [1.0, 2.0, 0.5, 0.0] and age.tolist() == [0.0, 3.0, 40.0, 1e6]
 
 
+@SEEDED
+@given(st.randoms(use_true_random=False), st.integers(1, 30), st.integers(0, 35))
+def test_the_most_used_of_some_tokens(dice: random.Random, length: int, count: int) -> None:
+    usage = [dice.choice([0.0, 0.25, 0.5, 1.0]) for _ in range(length)]
+    position = dice.sample(range(99), length)
+    among = [dice.random() < 0.5 for _ in range(length)]
+    ranked = sorted(
+        (one for one in range(length) if among[one]),
+        key=lambda one: (-usage[one], position[one]),
+    )
+    found = evidence.most_used(
+        torch.tensor(usage), torch.tensor(position), torch.tensor(among), count
+    )
+    assert found.tolist() == [one in ranked[:count] for one in range(length)]
+
+
 def test_accumulated_adds() -> None:
     before, now = torch.tensor([0.0, 0.5]), torch.tensor([0.25, 1.0])
     assert evidence.accumulated(before, now).tolist() == [0.25, 1.5]

@@ -266,22 +266,36 @@ def test_a_looked_at_token_outlives_what_nobody_looked_at(policy: MemDecay) -> N
 
 @EITHER
 def test_sinks_and_the_newest_are_protected(policy: MemDecay) -> None:
-    made = dataclasses.replace(policy, sinks=3, recent=5)
+    made = dataclasses.replace(policy, sinks=3, recent=5, calls_share=0.0)
     tokens = cache(40, made)
     expected = [place < 3 or place >= tokens.seq_len - 5 for place in tokens.position.tolist()]
     assert made.protected(tokens, PROFILE).tolist() == expected
-    none = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0)
+    none = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.0)
     assert not none.protected(tokens, PROFILE).any()
 
 
 @EITHER
 @pytest.mark.parametrize("room", [0, 20, 40, 97])
 def test_a_share_of_what_pins_leave_is_for_the_newest(policy: MemDecay, room: int) -> None:
-    made = dataclasses.replace(policy, sinks=0, recent=3, recent_share=0.25)
+    made = dataclasses.replace(policy, sinks=0, recent=3, recent_share=0.25, calls_share=0.0)
     tokens = dataclasses.replace(cache(100, made), room=room)
     newest = max(3, int(0.25 * room))
     expected = [place >= tokens.seq_len - newest for place in tokens.position.tolist()]
     assert made.protected(tokens, PROFILE).tolist() == expected
+
+
+@EITHER
+@pytest.mark.parametrize("room", [0, 7, 24, 97])
+def test_a_share_is_for_the_calls_that_are_used_most(policy: MemDecay, room: int) -> None:
+    made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.25)
+    tokens = dataclasses.replace(cache(100, made), room=room)
+    call = PROFILE.id("tool_in")
+    left = made.usage(tokens).tolist()
+    calls = [one for one in range(100) if tokens.region[one] == call]
+    most = sorted(calls, key=lambda one: -left[one])[: int(0.25 * room)]
+    assert 0 < len(calls) < 24
+    protected = made.protected(tokens, PROFILE)
+    assert protected.nonzero().flatten().tolist() == sorted(most)
 
 
 @pytest.mark.parametrize("by_span", [False, True], ids=["unpinned", "pinned by span"])
@@ -333,6 +347,7 @@ def test_a_config_is_all_of_it(policy: MemDecay) -> None:
             prior_weight=dice.random(),
             sinks=dice.randrange(9),
             recent=dice.randrange(99),
+            calls_share=dice.random(),
         )
         config = json.loads(json.dumps(policy_config(made)))
         assert set(config) == {
@@ -344,6 +359,7 @@ def test_a_config_is_all_of_it(policy: MemDecay) -> None:
             "sinks",
             "recent",
             "recent_share",
+            "calls_share",
         }
         assert from_config(config) == made and type(from_config(config)) is type(policy)
 

@@ -162,6 +162,21 @@ def passage(value: Tensor, position: Tensor, size: int = PASSAGE) -> Tensor:
     return (sums / size).float()[number]
 
 
+def most_used(usage: Tensor, position: Tensor, among: Tensor, count: int) -> Tensor:
+    """Return (kv_len,) bool: of some tokens the `count` with the highest usage, older ones first.
+
+    Args:
+        usage: m, (kv_len,) float32.
+        position: p, (kv_len,) int64, distinct.
+        among: (kv_len,) bool, tokens to choose from.
+        count: how many at most.
+    """
+    found = among.nonzero().flatten()
+    found = found[position[found].argsort()]
+    best = found[usage[found].argsort(descending=True, stable=True)[:count]]
+    return torch.zeros_like(among).index_fill_(0, best, True)
+
+
 def log_prior(base_priority: Tensor, decay_rate: Tensor, age: Tensor) -> Tensor:
     """Return the logarithm of the paper's prior, first term of (4): log b_r - λ_r Δt.
 

@@ -15,6 +15,10 @@ from memdecay.policy.base import Policy, Tokens, check_parameter
 from memdecay.regions import Profile
 
 
+CALLS = "tool_in"
+"""The region of tool calls."""
+
+
 def peak_columns(count: int) -> dict[str, float]:
     """Return the columns of so many evidence heads, and those of usage."""
     return {"usage": 0.0, "used_at": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
@@ -35,6 +39,10 @@ class MemDecay(Policy):
       own calls and answers, which it repeats by following it token by token; no question asks
       for it.
 
+    Of the tool calls those tokens stay that are used most, up to a share of the room. An agent
+    goes on from the form of its calls: after one long tool output it writes none that is valid
+    if all earlier ones are gone.
+
     Evidence never fades. That is what the paper loses by: its prior forgets an old fact that
     nobody happened to look at lately. Without evidence heads, as for a model that was never
     calibrated, usage and the prior are all there is.
@@ -47,6 +55,7 @@ class MemDecay(Policy):
         sinks: first tokens that stay, as idle attention rests on them.
         recent: newest tokens that stay; nothing has read them yet, so nothing speaks for them.
         recent_share: more of them stay if this share of what pins leave of the budget is more.
+        calls_share: share of what pins leave that is for the most used tokens of tool calls.
 
     Raises:
         PolicyError: a parameter is outside its range.
@@ -70,6 +79,7 @@ class MemDecay(Policy):
     sinks: int = 4
     recent: int = 8
     recent_share: float = 0.125
+    calls_share: float = 0.125
 
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
@@ -80,6 +90,7 @@ class MemDecay(Policy):
         check_parameter(self, "sinks", integer=True)
         check_parameter(self, "recent", integer=True)
         check_parameter(self, "recent_share", below=1)
+        check_parameter(self, "calls_share", below=1)
 
     def evidence_heads(self, profile: Profile) -> tuple[EvidenceHead, ...]:
         """Return the heads it goes by, as many as it has columns for."""
@@ -133,6 +144,12 @@ class MemDecay(Policy):
         return evidence.evidence(peaks, heads) if heads else None
 
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
-        """Return sinks and the newest tokens, (kv_len,) bool."""
+        """Return sinks, the newest tokens and the most used ones of tool calls, (kv_len,) bool."""
         newest = max(self.recent, int(self.recent_share * tokens.room))
-        return tokens.first(self.sinks) | tokens.latest(newest)
+        protected = tokens.first(self.sinks) | tokens.latest(newest)
+        count = int(self.calls_share * tokens.room)
+        if count:
+            calls = tokens.region == profile.id(CALLS)
+            usage = self.usage(tokens)
+            protected |= evidence.most_used(usage, tokens.position, calls, count)
+        return protected

@@ -187,6 +187,7 @@ def _terms() -> list[Condition]:
         without("no sinks", params={"sinks": 0}),
         without("no recent", params={"recent": 0, "recent_share": 0.0}),
         without("recent_share=0", params={"recent_share": 0.0}),
+        without("calls_share=0", params={"calls_share": 0.0}),
         without("recent=32", params={"recent": 32}),
         without("pinned=no", pinned=False),
         without("page_size=4", page_size=4),
