@@ -14,7 +14,6 @@ from memdecay.policy import evidence
 from memdecay.policy.base import Policy, Tokens, check_parameter
 from memdecay.regions import Profile
 
-
 CALLS = "tool_in"
 """The region of tool calls."""
 
