@@ -38,6 +38,7 @@ def kept_pages(name: str, budget: int, **params: object) -> list[int]:
         now=0.0,
         seq_len=TOTAL,
         state={column: torch.full((TOTAL,), value) for column, value in policy.columns.items()},
+        page_size=TRACE["page_size"],
     )
     state = {**everything.state, **policy.on_insert(everything)}
     observed = everything.num_observed

@@ -16,7 +16,7 @@ from memdecay.policy import Tokens, evidence, from_config, get_policy, policy_co
 from memdecay.policy.memdecay import MemDecay
 from memdecay.policy.memdecay_replay import MemDecayReplay
 from memdecay.policy.pages import plan_eviction
-from memdecay.regions import Profile
+from memdecay.regions import Profile, RegionPolicy
 
 READ_A = EvidenceHead(1, 3, READ, weight=2.0, mean=-4.0, std=1.5)
 READ_B = EvidenceHead(0, 2, READ, weight=1.0, mean=-5.0, std=2.0)
@@ -294,8 +294,32 @@ def test_a_share_is_for_the_calls_that_are_used_most(policy: MemDecay, room: int
     calls = [one for one in range(100) if tokens.region[one] == call]
     most = sorted(calls, key=lambda one: -left[one])[: int(0.25 * room)]
     assert 0 < len(calls) < 24
-    protected = made.protected(tokens, PROFILE)
-    assert protected.nonzero().flatten().tolist() == sorted(most)
+    assert made.protected(tokens, PROFILE).nonzero().flatten().tolist() == sorted(most)
+    # A page stays for one token, so there are fewer where pages are larger.
+    paged = made.protected(dataclasses.replace(tokens, page_size=4), PROFILE)
+    assert paged.nonzero().flatten().tolist() == sorted(most[: int(0.25 * room) // 4])
+
+
+@EITHER
+def test_pinned_calls_take_nothing_of_the_share(policy: MemDecay) -> None:
+    made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.1)
+    call = PROFILE.id("tool_in")
+    tokens = cache(100, made, region=torch.full((100,), call), pinned=torch.arange(100) < 60)
+    left = made.usage(tokens).tolist()
+    most = sorted(range(60, 100), key=lambda one: -left[one])[:10]
+    assert made.protected(tokens, PROFILE).nonzero().flatten().tolist() == sorted(most)
+    pinned = PROFILE.with_region("tool_in", RegionPolicy(0.4, 0.01, pinned=True))
+    assert not made.protected(tokens, pinned).any()
+
+
+@EITHER
+def test_usage_does_not_grow_when_the_clock_goes_back(policy: MemDecay) -> None:
+    """As after a rollback with `clock="tokens"`."""
+    tokens = cache(10, policy)
+    tokens = dataclasses.replace(
+        tokens, now=7.0, state={**tokens.state, "used_at": torch.full((10,), 90000.0)}
+    )
+    assert torch.equal(policy.usage(tokens), tokens.state["usage"])
 
 
 @pytest.mark.parametrize("by_span", [False, True], ids=["unpinned", "pinned by span"])

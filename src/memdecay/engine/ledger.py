@@ -180,6 +180,8 @@ class Ledger:
             "num_observed": columns["num_observed"][where],
             "now": now,
             "seq_len": self.seen,
+            "pinned": columns["pinned"][where],
+            "page_size": self.page_size,
             "state": {name: columns[f"state.{name}"][where] for name in self.policy.columns},
             **evidence,
         }

@@ -55,14 +55,18 @@ class Tokens:
     surprisal: Tensor = field(default=None)  # type: ignore[assignment]
     replayed: Tensor = field(default=None)  # type: ignore[assignment]
     room: int = -1
+    pinned: Tensor = field(default=None)  # type: ignore[assignment]
+    page_size: int = 1
 
     def __post_init__(self) -> None:
-        """Say "unknown", "not yet" and "all" where nothing is said, at the cost of no memory."""
+        """Say "unknown", "no" and "all" where nothing is said."""
         zero = self.position.new_zeros((), dtype=torch.float32).expand(self.position.shape)
         if self.surprisal is None:
             object.__setattr__(self, "surprisal", zero)
         if self.replayed is None:
             object.__setattr__(self, "replayed", zero > 0)
+        if self.pinned is None:
+            object.__setattr__(self, "pinned", zero > 0)
         if self.room < 0:
             object.__setattr__(self, "room", self.kv_len)
 

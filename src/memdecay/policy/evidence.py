@@ -163,7 +163,9 @@ def passage(value: Tensor, position: Tensor, size: int = PASSAGE) -> Tensor:
 
 
 def most_used(usage: Tensor, position: Tensor, among: Tensor, count: int) -> Tensor:
-    """Return (kv_len,) bool: of some tokens the `count` with the highest usage, older ones first.
+    """Return (kv_len,) bool: of some tokens the `count` with the highest usage.
+
+    Of equals the older one.
 
     Args:
         usage: m, (kv_len,) float32.
@@ -225,6 +227,6 @@ def log_usage(usage: Tensor) -> Tensor:
     """Return log(ε' + m), as what all heads use spans orders of magnitude.
 
     Args:
-        usage: m, (kv_len,) float32, all attention so far on the average of all heads.
+        usage: m, (kv_len,) float32, attention on the average of all heads.
     """
     return (usage + _TINY).log_()

@@ -38,23 +38,24 @@ class MemDecay(Policy):
       own calls and answers, which it repeats by following it token by token; no question asks
       for it.
 
-    Of the tool calls those tokens stay that are used most, up to a share of the room. An agent
-    goes on from the form of its calls: after one long tool output it writes none that is valid
-    if all earlier ones are gone.
+    Evicted last, whatever they score, are sinks, the newest tokens, and of tool calls the most
+    used tokens: an agent goes on from the form of its calls, and one long tool output can push
+    out all of them.
 
     Evidence never fades. That is what the paper loses by: its prior forgets an old fact that
     nobody happened to look at lately. Without evidence heads, as for a model that was never
-    calibrated, usage and the prior are all there is.
+    calibrated, there is no more than usage, the prior and what is evicted last.
 
     Args:
         usage_offset: standard deviations that usage must exceed evidence by.
-        usage_decay: λ_u, by which earlier attention counts less a step.
+        usage_decay: λ_u in 1/step; attention of Δt steps ago counts exp(-λ_u Δt) of its mass.
         lead: positions before evidence that have a part in it; a question finds it by them.
         prior_weight: γ, of the region's log prior log b_r - λ_r Δt, Δt since insertion.
         sinks: first tokens that stay, as idle attention rests on them.
         recent: newest tokens that stay; nothing has read them yet, so nothing speaks for them.
         recent_share: more of them stay if this share of what pins leave of the budget is more.
-        calls_share: share of what pins leave that is for the most used tokens of tool calls.
+        calls_share: share of what pins leave that is for the most used tokens of tool calls, those
+            that are pinned aside; where pages have P tokens, for a P-th as many and their pages.
 
     Raises:
         PolicyError: a parameter is outside its range.
@@ -83,7 +84,7 @@ class MemDecay(Policy):
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
         check_parameter(self, "usage_offset")
-        check_parameter(self, "usage_decay")
+        check_parameter(self, "usage_decay", below=1000)
         check_parameter(self, "lead", integer=True)
         check_parameter(self, "prior_weight")
         check_parameter(self, "sinks", integer=True)
@@ -116,7 +117,8 @@ class MemDecay(Policy):
 
     def usage(self, tokens: Tokens) -> Tensor:
         """Return what is left of all attention so far, (kv_len,) float32."""
-        age = tokens.now - tokens.state["used_at"]
+        # After a rollback the clock may be behind the last observation.
+        age = (tokens.now - tokens.state["used_at"]).clamp(min=0)
         return evidence.faded(tokens.state["usage"], age, self.usage_decay)
 
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
@@ -146,9 +148,10 @@ class MemDecay(Policy):
         """Return sinks, the newest tokens and the most used ones of tool calls, (kv_len,) bool."""
         newest = max(self.recent, int(self.recent_share * tokens.room))
         protected = tokens.first(self.sinks) | tokens.latest(newest)
-        count = int(self.calls_share * tokens.room)
-        if count:
-            calls = tokens.region == profile.id(CALLS)
+        # A page stays for one token of it, so that the share holds if each is in a page of its own.
+        count = int(self.calls_share * tokens.room) // tokens.page_size
+        calls = (tokens.region == profile.id(CALLS)) & ~tokens.pinned
+        if count and not profile.regions[CALLS].pinned:
             usage = self.usage(tokens)
             protected |= evidence.most_used(usage, tokens.position, calls, count)
         return protected

@@ -122,6 +122,7 @@ def sample(
         now=now,
         seq_len=seq_len,
         state={name: torch.full_like(inserted_at, value) for name, value in policy.columns.items()},
+        page_size=page_size,
     )
     if policy.per_head:
         held = torch.rand(_LAYERS, _HEADS, len(position), generator=dice) < 0.7
