@@ -171,3 +171,13 @@ def test_pins_before_the_first_message():
     assert made.pin(region="user") == 0 == made.release(region="user")
     with pytest.raises(SessionError, match="one of the 0 messages"):
         made.pin(message=0)
+
+
+def test_a_policy_sees_what_is_pinned_and_how_large_a_page_is():
+    made = session(budget=96, policy="streaming", page_size=4)
+    made.append([user(8, 1), user(8, 2)])
+    chosen = positions(made, 1)
+    made.pin(message=1)
+    tokens = made.cache.ledgers[0].tokens(0.0)
+    assert tokens.page_size == 4
+    assert set(tokens.position[tokens.pinned].tolist()) == chosen

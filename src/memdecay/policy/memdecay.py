@@ -79,7 +79,7 @@ class MemDecay(Policy):
     sinks: int = 4
     recent: int = 8
     recent_share: float = 0.125
-    calls_share: float = 0.125
+    calls_share: float = 0.0625
 
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
