@@ -239,18 +239,6 @@ def test_a_passage_with_a_hole_goes_before_a_whole_one() -> None:
     assert used.tolist() == [1, 1, 1, 1, 0.75, 0.75, 0.75]
 
 
-def test_what_was_used_lately_counts_more() -> None:
-    usage, age = torch.tensor([1.0, 2.0, 0.5, 0.0]), torch.tensor([0.0, 3.0, 40.0, 1e6])
-    left = evidence.faded(usage, age, 0.25)
-    expected = [
-        one * math.exp(-0.25 * since)
-        for one, since in zip([1, 2, 0.5, 0], age.tolist(), strict=True)
-    ]
-    assert left.tolist() == pytest.approx(expected, rel=1e-6)
-    assert torch.equal(evidence.faded(usage, age, 0.0), usage)
-    assert usage.tolist() == [1.0, 2.0, 0.5, 0.0] and age.tolist() == [0.0, 3.0, 40.0, 1e6]
-
-
 @SEEDED
 @given(st.randoms(use_true_random=False), st.integers(1, 30), st.integers(0, 35))
 def test_the_most_used_of_some_tokens(dice: random.Random, length: int, count: int) -> None:

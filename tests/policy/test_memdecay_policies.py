@@ -54,9 +54,7 @@ def expected_score(policy: MemDecay, tokens: Tokens, said: Tensor | None) -> Ten
     prior = evidence.log_prior(
         base[tokens.region], rate[tokens.region], tokens.now - tokens.inserted_at
     )
-    age = tokens.now - tokens.state["used_at"]
-    usage = tokens.state["usage"] * torch.exp(-policy.usage_decay * age)
-    usage = evidence.passage(usage, tokens.position)
+    usage = evidence.passage(tokens.state["usage"], tokens.position)
     usage = evidence.standardised(evidence.log_usage(usage))
     claim, other = (usage, usage)
     if said is not None:
@@ -146,31 +144,13 @@ def test_a_head_that_is_not_given_is_noticed(policy: MemDecay) -> None:
         policy.observe_heads(cache(10, policy), torch.rand(1, 10), PROFILE)
 
 
-@EITHER
-def test_usage_is_all_attention_that_is_not_too_long_ago(policy: MemDecay) -> None:
-    policy = dataclasses.replace(policy, usage_decay=0.125)
-    masses = {0.0: torch.rand(10), 3.0: torch.rand(10), 4.0: torch.rand(10)}
-    tokens = cache(10, policy, state={name: torch.zeros(10) for name in policy.columns})
-    for now, mass in masses.items():
-        tokens = dataclasses.replace(tokens, now=now)
+def test_usage_is_all_attention_so_far() -> None:
+    for policy in POLICIES:
+        tokens = cache(10, policy)
+        mass = torch.rand(10)
         changed = policy.observe(tokens, mass, PROFILE)
-        assert set(changed) == {"usage", "used_at"}
-        tokens = dataclasses.replace(tokens, state={**tokens.state, **changed})
-    later = policy.usage(dataclasses.replace(tokens, now=9.0))
-    for one, usage in enumerate(later.tolist()):
-        expected = sum(
-            mass[one].item() * math.exp(-0.125 * (9 - then)) for then, mass in masses.items()
-        )
-        assert usage == pytest.approx(expected, rel=1e-5)
-
-
-@EITHER
-def test_a_token_that_comes_late_starts_with_no_usage(policy: MemDecay) -> None:
-    tokens = cache(6, policy, state={name: torch.zeros(6) for name in policy.columns})
-    tokens = dataclasses.replace(tokens, now=1e6)
-    assert policy.usage(tokens).tolist() == [0] * 6
-    changed = policy.observe(tokens, torch.full((6,), 0.25), PROFILE)
-    assert changed["usage"].tolist() == [0.25] * 6 and changed["used_at"].tolist() == [1e6] * 6
+        assert set(changed) == {"usage"}
+        assert torch.equal(changed["usage"], tokens.state["usage"] + mass)
 
 
 def test_the_score_of_reading_is_that_of_the_equations() -> None:
@@ -220,7 +200,7 @@ def test_a_set_of_replay_alone_says_nothing_for_what_was_not_repeated() -> None:
         replayed=torch.zeros(40) > 0,
         state={**tokens.state, "peak_0": torch.zeros(40)},
     )
-    usage = evidence.passage(policy.usage(fresh), fresh.position)
+    usage = evidence.passage(fresh.state["usage"], fresh.position)
     usage = evidence.standardised(evidence.log_usage(usage)) - policy.usage_offset
     assert torch.equal(policy.score(fresh, profile), usage.clamp(min=0))
 
@@ -237,7 +217,7 @@ def test_more_heads_than_it_has_columns_for_are_cut(policy: MemDecay) -> None:
     assert list(policy.heads(profile)) == [(one.layer, one.head) for one in many[:most]]
     changed = policy.observe_heads(cache(9, policy), torch.rand(most, 9), profile)
     assert set(changed) == {f"peak_{number}" for number in range(most)}
-    assert set(changed) | {"usage", "used_at"} == set(policy.columns)
+    assert set(changed) | {"usage"} == set(policy.columns)
     first = Profile.default().with_evidence({"read": many[:most], "replay": many[:most]})
     tokens = cache(9, policy)
     assert torch.equal(policy.score(tokens, profile), policy.score(tokens, first))
@@ -290,7 +270,7 @@ def test_a_share_is_for_the_calls_that_are_used_most(policy: MemDecay, room: int
     made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.25)
     tokens = dataclasses.replace(cache(100, made), room=room)
     call = PROFILE.id("tool_in")
-    left = made.usage(tokens).tolist()
+    left = tokens.state["usage"].tolist()
     calls = [one for one in range(100) if tokens.region[one] == call]
     most = sorted(calls, key=lambda one: -left[one])[: int(0.25 * room)]
     assert 0 < len(calls) < 24
@@ -305,21 +285,11 @@ def test_pinned_calls_take_nothing_of_the_share(policy: MemDecay) -> None:
     made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.1)
     call = PROFILE.id("tool_in")
     tokens = cache(100, made, region=torch.full((100,), call), pinned=torch.arange(100) < 60)
-    left = made.usage(tokens).tolist()
+    left = tokens.state["usage"].tolist()
     most = sorted(range(60, 100), key=lambda one: -left[one])[:10]
     assert made.protected(tokens, PROFILE).nonzero().flatten().tolist() == sorted(most)
     pinned = PROFILE.with_region("tool_in", RegionPolicy(0.4, 0.01, pinned=True))
     assert not made.protected(tokens, pinned).any()
-
-
-@EITHER
-def test_usage_does_not_grow_when_the_clock_goes_back(policy: MemDecay) -> None:
-    """As after a rollback with `clock="tokens"`."""
-    tokens = cache(10, policy)
-    tokens = dataclasses.replace(
-        tokens, now=7.0, state={**tokens.state, "used_at": torch.full((10,), 90000.0)}
-    )
-    assert torch.equal(policy.usage(tokens), tokens.state["usage"])
 
 
 @pytest.mark.parametrize("by_span", [False, True], ids=["unpinned", "pinned by span"])
@@ -366,7 +336,6 @@ def test_a_config_is_all_of_it(policy: MemDecay) -> None:
         made = get_policy(
             policy.name,
             usage_offset=dice.random(),
-            usage_decay=dice.random(),
             lead=dice.randrange(9),
             prior_weight=dice.random(),
             sinks=dice.randrange(9),
@@ -377,7 +346,6 @@ def test_a_config_is_all_of_it(policy: MemDecay) -> None:
         assert set(config) == {
             "name",
             "usage_offset",
-            "usage_decay",
             "lead",
             "prior_weight",
             "sinks",

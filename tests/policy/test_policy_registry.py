@@ -261,7 +261,6 @@ BAD_PARAMETERS = [
         for parameter, value, expected in (
             ("usage_offset", -0.5, "at least 0"),
             ("calls_share", 1.0, "at least 0 and below 1"),
-            ("usage_decay", -0.1, "at least 0"),
             ("usage_offset", float("nan"), "a finite number"),
             ("prior_weight", float("inf"), "a finite number"),
             ("prior_weight", "0.1", "a finite number"),

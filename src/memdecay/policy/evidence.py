@@ -37,25 +37,11 @@ def peak(before: Tensor, now: Tensor) -> Tensor:
     return torch.maximum(before, now)
 
 
-def faded(usage: Tensor, age: Tensor, decay: float) -> Tensor:
-    """Return what earlier attention still counts: m exp(-λ_u Δt).
-
-    A model goes on from what it went on from lately, so usage fades; a fact is asked for however
-    long ago it was read, so its evidence, a peak, does not.
-
-    Args:
-        usage: m, (kv_len,) float32, at the time of the last observation.
-        age: Δt, (kv_len,) float32, steps since then.
-        decay: λ_u, in 1/step, at least 0.
-    """
-    return usage * (age * -decay).exp_()
-
-
 def accumulated(before: Tensor, now: Tensor) -> Tensor:
-    """Add the attention that a token got to what is left of earlier one: m ← m exp(-λ_u Δt) + Ā.
+    """Add up the attention that a token got: m ← m + Ā.
 
     Args:
-        before: m exp(-λ_u Δt), (kv_len,) float32.
+        before: m, (kv_len,) float32.
         now: Ā, (kv_len,) float32, the share of one query's attention, averaged over heads, layers
             and the observed queries.
     """
@@ -227,6 +213,6 @@ def log_usage(usage: Tensor) -> Tensor:
     """Return log(ε' + m), as what all heads use spans orders of magnitude.
 
     Args:
-        usage: m, (kv_len,) float32, attention on the average of all heads.
+        usage: m, (kv_len,) float32, all attention so far on the average of all heads.
     """
     return (usage + _TINY).log_()

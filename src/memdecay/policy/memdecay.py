@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from memdecay.evidence import READ, EvidenceHead
@@ -19,8 +18,8 @@ CALLS = "tool_in"
 
 
 def peak_columns(count: int) -> dict[str, float]:
-    """Return the columns of so many evidence heads, and those of usage."""
-    return {"usage": 0.0, "used_at": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
+    """Return the columns of so many evidence heads, and that of usage."""
+    return {"usage": 0.0, **{f"peak_{number}": 0.0 for number in range(count)}}
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,20 @@ class MemDecay(Policy):
     - evidence: the highest attention it ever got in the evidence heads of the profile, weighed,
       shared with its neighbours and carried to the words before it. These are facts that may be
       asked for, however long ago they came;
-    - usage: the attention that its passage of 16 tokens got on the average of all heads, which
-      halves in 256 steps, less an offset. This is text that the model goes on from, such as its
-      own calls and answers, which it repeats by following it token by token; no question asks
-      for it.
+    - usage: all attention that its passage of 16 tokens got on the average of all heads, less an
+      offset. This is text that the model goes on from, such as its own calls and answers, which
+      it repeats by following it token by token; no question asks for it.
 
-    Evicted last, whatever they score, are sinks, the newest tokens, and of tool calls the most
-    used tokens: an agent goes on from the form of its calls, and one long tool output can push
-    out all of them.
+    Neither fades, which is what the paper loses by: its prior forgets an old fact that nobody
+    happened to look at lately. Without evidence heads, as for a model that was never calibrated,
+    usage and the prior are all there is.
 
-    Evidence never fades. That is what the paper loses by: its prior forgets an old fact that
-    nobody happened to look at lately. Without evidence heads, as for a model that was never
-    calibrated, there is no more than usage, the prior and what is evicted last.
+    Evicted last, whatever they score, are sinks, the newest tokens and, if `calls_share` is not 0,
+    the most used tokens of tool calls. An agent goes on from the form of its calls, and one long
+    tool output can push out all of them; an instruction that is pinned may say it as well.
 
     Args:
         usage_offset: standard deviations that usage must exceed evidence by.
-        usage_decay: λ_u in 1/step; attention of Δt steps ago counts exp(-λ_u Δt) of its mass.
         lead: positions before evidence that have a part in it; a question finds it by them.
         prior_weight: γ, of the region's log prior log b_r - λ_r Δt, Δt since insertion.
         sinks: first tokens that stay, as idle attention rests on them.
@@ -73,18 +70,16 @@ class MemDecay(Policy):
     """Which set of evidence heads it goes by."""
 
     usage_offset: float = 0.5
-    usage_decay: float = 0.0027
     lead: int = 5
     prior_weight: float = 0.1
     sinks: int = 4
     recent: int = 8
     recent_share: float = 0.125
-    calls_share: float = 0.0625
+    calls_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
         check_parameter(self, "usage_offset")
-        check_parameter(self, "usage_decay", below=1000)
         check_parameter(self, "lead", integer=True)
         check_parameter(self, "prior_weight")
         check_parameter(self, "sinks", integer=True)
@@ -112,14 +107,7 @@ class MemDecay(Policy):
         self, tokens: Tokens, attention_mass: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
         """Add the attention on the average of all heads."""
-        usage = evidence.accumulated(self.usage(tokens), attention_mass)
-        return {"usage": usage, "used_at": torch.full_like(usage, tokens.now)}
-
-    def usage(self, tokens: Tokens) -> Tensor:
-        """Return what is left of all attention so far, (kv_len,) float32."""
-        # After a rollback the clock may be behind the last observation.
-        age = (tokens.now - tokens.state["used_at"]).clamp(min=0)
-        return evidence.faded(tokens.state["usage"], age, self.usage_decay)
+        return {"usage": evidence.accumulated(tokens.state["usage"], attention_mass)}
 
     def score(self, tokens: Tokens, profile: Profile) -> Tensor:
         """Return the retention score, (kv_len,) float32."""
@@ -129,7 +117,7 @@ class MemDecay(Policy):
             decay_rate.index_select(0, tokens.region),
             tokens.now - tokens.inserted_at,
         )
-        usage = evidence.passage(self.usage(tokens), tokens.position)
+        usage = evidence.passage(tokens.state["usage"], tokens.position)
         usage = evidence.standardised(evidence.log_usage(usage))
         said = self.said(tokens, profile)
         if said is None:
@@ -145,13 +133,13 @@ class MemDecay(Policy):
         return evidence.evidence(peaks, heads) if heads else None
 
     def protected(self, tokens: Tokens, profile: Profile) -> Tensor:
-        """Return sinks, the newest tokens and the most used ones of tool calls, (kv_len,) bool."""
+        """Return sinks, the newest tokens and what `calls_share` keeps, (kv_len,) bool."""
         newest = max(self.recent, int(self.recent_share * tokens.room))
         protected = tokens.first(self.sinks) | tokens.latest(newest)
         # A page stays for one token of it, so that the share holds if each is in a page of its own.
         count = int(self.calls_share * tokens.room) // tokens.page_size
-        calls = (tokens.region == profile.id(CALLS)) & ~tokens.pinned
         if count and not profile.regions[CALLS].pinned:
-            usage = self.usage(tokens)
+            calls = (tokens.region == profile.id(CALLS)) & ~tokens.pinned
+            usage = tokens.state["usage"]
             protected |= evidence.most_used(usage, tokens.position, calls, count)
         return protected

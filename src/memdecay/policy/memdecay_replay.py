@@ -32,8 +32,6 @@ class MemDecayReplay(MemDecay):
     columns: ClassVar[Mapping[str, float]] = peak_columns(most_heads)
     use: ClassVar[str] = "replay"
 
-    calls_share: float = 0.125
-
     def on_replay(
         self, tokens: Tokens, attention: Tensor, profile: Profile
     ) -> Mapping[str, Tensor]:
