@@ -270,9 +270,9 @@ def test_a_share_is_for_the_calls_that_are_used_most(policy: MemDecay, room: int
     made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.25)
     tokens = dataclasses.replace(cache(100, made), room=room)
     call = PROFILE.id("tool_in")
-    left = tokens.state["usage"].tolist()
+    used = tokens.state["usage"].tolist()
     calls = [one for one in range(100) if tokens.region[one] == call]
-    most = sorted(calls, key=lambda one: -left[one])[: int(0.25 * room)]
+    most = sorted(calls, key=lambda one: -used[one])[: int(0.25 * room)]
     assert 0 < len(calls) < 24
     assert made.protected(tokens, PROFILE).nonzero().flatten().tolist() == sorted(most)
     # A page stays for one token, so there are fewer where pages are larger.
@@ -285,8 +285,8 @@ def test_pinned_calls_take_nothing_of_the_share(policy: MemDecay) -> None:
     made = dataclasses.replace(policy, sinks=0, recent=0, recent_share=0.0, calls_share=0.1)
     call = PROFILE.id("tool_in")
     tokens = cache(100, made, region=torch.full((100,), call), pinned=torch.arange(100) < 60)
-    left = tokens.state["usage"].tolist()
-    most = sorted(range(60, 100), key=lambda one: -left[one])[:10]
+    used = tokens.state["usage"].tolist()
+    most = sorted(range(60, 100), key=lambda one: -used[one])[:10]
     assert made.protected(tokens, PROFILE).nonzero().flatten().tolist() == sorted(most)
     pinned = PROFILE.with_region("tool_in", RegionPolicy(0.4, 0.01, pinned=True))
     assert not made.protected(tokens, pinned).any()

@@ -41,8 +41,8 @@ class MemDecay(Policy):
     usage and the prior are all there is.
 
     Evicted last, whatever they score, are sinks, the newest tokens and, if `calls_share` is not 0,
-    the most used tokens of tool calls. An agent goes on from the form of its calls, and one long
-    tool output can push out all of them; an instruction that is pinned may say it as well.
+    the most used tokens of tool calls. An agent goes on from the form of its calls, unless pinned
+    instructions say it as well.
 
     Args:
         usage_offset: standard deviations that usage must exceed evidence by.
@@ -51,8 +51,8 @@ class MemDecay(Policy):
         sinks: first tokens that stay, as idle attention rests on them.
         recent: newest tokens that stay; nothing has read them yet, so nothing speaks for them.
         recent_share: more of them stay if this share of what pins leave of the budget is more.
-        calls_share: share of what pins leave that is for the most used tokens of tool calls, those
-            that are pinned aside; where pages have P tokens, for a P-th as many and their pages.
+        calls_share: share of what pins leave that is for the most used tokens of tool calls; pinned
+            calls do not count, and of pages of P tokens a P-th as many tokens keep theirs.
 
     Raises:
         PolicyError: a parameter is outside its range.
@@ -140,6 +140,5 @@ class MemDecay(Policy):
         count = int(self.calls_share * tokens.room) // tokens.page_size
         if count and not profile.regions[CALLS].pinned:
             calls = (tokens.region == profile.id(CALLS)) & ~tokens.pinned
-            usage = tokens.state["usage"]
-            protected |= evidence.most_used(usage, tokens.position, calls, count)
+            protected |= evidence.most_used(tokens.state["usage"], tokens.position, calls, count)
         return protected
